@@ -1,0 +1,283 @@
+#!/usr/bin/env python3
+"""Everything that only a GPU can show, in one call: the golden digests, byte equality with the CPU, graphs, compile, big tensors, bad targets, time against torch.
+
+    python benchmarks/gpu_check.py --out benchmarks/results/h200.json
+
+Exits with 1 if anything differs. The JSON says on what and how it was run.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load():
+    from kernels import get_local_kernel
+
+    return get_local_kernel(ROOT / "build")
+
+
+def environment():
+    smi = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "driver": smi.split("\n")[0].strip(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "date": datetime.date.today().isoformat(),
+        "command": "python " + " ".join(["benchmarks/gpu_check.py", *sys.argv[1:]]),
+    }
+
+
+def random_case(generator, index):
+    """Logits of many scales, layouts and dtypes; targets with ignored rows and, at times, wrong ones."""
+    g = generator
+    pick = lambda *xs: xs[int(torch.randint(len(xs), (), generator=g))]
+    rows, columns = pick(1, 2, 3, 17, 64), pick(1, 2, 5, 31, 32, 33, 257, 1000, 4096, 5003, 32003, 70001)
+    dtype = pick(torch.float32, torch.bfloat16, torch.float16)
+    x = torch.randn(rows, columns + 13, generator=g) * pick(0.0, 1e-3, 1.0, 4.0, 16.0, 60.0, 400.0, 1e5, 3e6, 1e30)
+    x += pick(0.0, 0.0, -20.0, 30.0, 1e4, -1e6, 2.0**20, 3e7)
+    if index % 5 == 0:
+        x[torch.rand(x.shape, generator=g) < 0.5] = -float("inf")
+    if index % 11 == 0:
+        x[0, 0] = pick(float("nan"), float("inf"), -float("inf"))
+    lead = pick(0, 0, 1, 3, 8, 13)
+    logits = x.to(dtype)[:, lead : lead + columns]
+    targets = torch.randint(columns, (rows,), generator=g)
+    targets[torch.rand(rows, generator=g) < 0.2] = -100
+    if index % 7 == 0:
+        targets[-1] = pick(columns, -1, 2**40, -(2**40))
+    return logits, targets, torch.randn(rows, generator=g) * pick(1.0, 1e-30, 65536.0, 1e-4)
+
+
+def to_gpu(t):
+    """The same strides on the device."""
+    base = torch.empty(t.untyped_storage().size() // t.element_size(), dtype=t.dtype, device="cuda")
+    base.copy_(torch.empty(0, dtype=t.dtype).set_(t.untyped_storage()))
+    return base.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def check_against_cpu(dce, cases):
+    generator = torch.Generator().manual_seed(int(time.time()))
+    different = []
+    for index in range(cases):
+        logits, targets, upstream = random_case(generator, index)
+        per_device = []
+        for x, t, g in ((logits, targets, upstream), (to_gpu(logits), targets.cuda(), upstream.cuda())):
+            out = list(dce.forward(x, t, validate=False))
+            columns = x.shape[1]
+            cuts = [0, columns // 3, columns // 3, columns - columns // 4, columns]
+            maximum = torch.stack([dce.rowmax(x, lo, hi) for lo, hi in zip(cuts, cuts[1:])]).amax(0)
+            digits = sum(dce.denom_digits(x, maximum, lo, hi) for lo, hi in zip(cuts, cuts[1:]))
+            out += [maximum, digits, *dce.finalize(digits, x, t, maximum, validate=False)]
+            out += [dce.grad_logits(g, x, t, digits, maximum, lo, hi, validate=False) for lo, hi in zip(cuts, cuts[1:])]
+            for reduction in ("mean", "sum"):
+                leaf = x.detach().requires_grad_()
+                loss = dce.cross_entropy(leaf, t, reduction, validate=False)
+                loss.backward()
+                out += [loss.detach(), leaf.grad]
+            per_device.append([dce.digest(o) for o in out])
+        wrong = [i for i, (a, b) in enumerate(zip(*per_device)) if a != b]
+        if wrong:
+            different.append(f"case {index} {tuple(logits.shape)} {logits.dtype} outputs {wrong}")
+    return different
+
+
+def check_term(dce):
+    """Every float32 with |x| <= 2^20: significand and exponent, GPU against CPU."""
+    ops = dce._registration.ops
+    last = 0x49800000
+    compared, step = 0, 1 << 27
+    for sign in (0, -(2**31)):
+        for begin in range(0, last + 1, step):
+            b = torch.arange(begin, min(begin + step, last + 1), dtype=torch.int32) + sign
+            x = b.view(torch.float32)
+            cpu, gpu = ops.term(x), ops.term(x.cuda())
+            if not all(torch.equal(c, g.cpu()) for c, g in zip(cpu, gpu)):
+                return compared, False
+            compared += b.numel()
+    return compared, True
+
+
+def check_large(dce):
+    """N * V beyond 2^31, and a row cut over blocks: equal to the rows alone."""
+    wrong = []
+    rows, columns = 17000, 131072
+    x = torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)
+    t = torch.randint(columns, (rows,), device="cuda")
+    loss = dce.forward(x, t)[0]
+    leaf = x.requires_grad_()
+    dce.cross_entropy(leaf, t, "sum").backward()
+    for row in (0, 8191, 16383, 16384, 16999):
+        alone = x[row : row + 1].detach().clone().requires_grad_()
+        one = dce.cross_entropy(alone, t[row : row + 1], "sum")
+        one.backward()
+        if not torch.equal(one.detach(), loss[row]) or not torch.equal(alone.grad[0], leaf.grad[row]):
+            wrong.append(f"row {row} of {rows} x {columns}")
+    return wrong
+
+
+def check_graph(dce):
+    x = torch.randn(64, 32000, device="cuda", requires_grad=True)
+    t = torch.randint(32000, (64,), device="cuda")
+
+    def step():
+        x.grad = None
+        loss = dce.cross_entropy(x, t)
+        loss.backward()
+        return loss.detach()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    x.grad = None
+    with torch.cuda.graph(graph):
+        loss = step()
+    grad = x.grad
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+        t.copy_(torch.randint_like(t, 32000))
+    graph.replay()
+    captured = loss.clone(), grad.clone()
+    want = step()
+    return [] if torch.equal(captured[0], want) and torch.equal(captured[1], x.grad) else ["captured graph differs from eager"]
+
+
+def check_compile(dce):
+    x = torch.randn(33, 5003, device="cuda")
+    t = torch.randint(5003, (33,), device="cuda")
+    results = []
+    for f in (dce.cross_entropy, torch.compile(dce.cross_entropy, fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        loss = f(leaf, t)
+        loss.backward()
+        results.append((loss.detach(), leaf.grad))
+    return [] if all(torch.equal(a, b) for a, b in zip(*results)) else ["compiled loss or gradient differs from eager"]
+
+
+def check_bad_targets(dce):
+    """Targets far out of range: NaN, no fault, and the device goes on working."""
+    wrong = []
+    x = torch.randn(8, 1000, device="cuda", requires_grad=True)
+    t = torch.tensor([1, 1000, -1, 2**62, -(2**62), 5, -100, 7], device="cuda")
+    loss = dce.cross_entropy(x, t, "none")
+    loss.sum().backward()
+    bad = torch.tensor([False, True, True, True, True, False, False, False], device="cuda")
+    if not torch.equal(loss.isnan(), bad) or not torch.equal(x.grad.isnan().all(1), bad) or not torch.equal(x.grad.isnan().any(1), bad):
+        wrong.append("NaN is not exactly where the target is out of range")
+    if not dce.cross_entropy(x, t).isnan():
+        wrong.append("the mean hides a bad target")
+    try:
+        dce.cross_entropy(x, t, validate=True)
+        wrong.append("validate=True raised nothing")
+    except ValueError as error:
+        if "row 1 has 1000" not in str(error):
+            wrong.append(f"message: {error}")
+    torch.cuda.synchronize()
+    return wrong
+
+
+def time_against_torch(dce):
+    """Median device milliseconds, host time hidden behind queued work."""
+
+    def median(f, repeats=20):
+        for _ in range(3):
+            f()
+        torch.cuda.synchronize()
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        torch.cuda._sleep(20_000_000)
+        for start, end in events:
+            start.record()
+            f()
+            end.record()
+        torch.cuda.synchronize()
+        return sorted(s.elapsed_time(e) for s, e in events)[repeats // 2]
+
+    table = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, columns = 4096, 128256
+        x = torch.randn(rows, columns, device="cuda", dtype=dtype, requires_grad=True)
+        t = torch.randint(columns, (rows,), device="cuda")
+
+        def step(f):
+            x.grad = None
+            f(x, t).backward()
+
+        entry = {
+            "copy": median(lambda: x.detach().clone()),
+            "forward": median(lambda: dce.forward(x.detach(), t)),
+            "step": median(lambda: step(dce.cross_entropy)),
+            "torch_step": median(lambda: step(torch.nn.functional.cross_entropy)),
+        }
+        maximum = dce.rowmax(x.detach())
+        digits = dce.denom_digits(x.detach(), maximum)
+        ones = torch.ones(rows, device="cuda")
+        entry["rowmax"] = median(lambda: dce.rowmax(x.detach()))
+        entry["denom_digits"] = median(lambda: dce.denom_digits(x.detach(), maximum))
+        entry["grad_logits"] = median(lambda: dce.grad_logits(ones, x.detach(), t, digits, maximum))
+        table[f"{rows}x{columns} {str(dtype)[6:]}"] = entry
+        del x, t, maximum, digits
+        torch.cuda.empty_cache()
+    return table
+
+
+def cpu_paths():
+    """The golden cases on every instruction set this processor has; what ran is the library's business, so each is asked for by name."""
+    code = "from kernels import get_local_kernel; from pathlib import Path; print(get_local_kernel(Path('build')).self_test('cpu'))"
+    return {
+        path: subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "DCE_CPU": path}, capture_output=True, text=True).stdout.strip()
+        for path in ("portable", "avx2", "avx512")
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_check.json")
+    parser.add_argument("--cases", type=int, default=150)
+    parser.add_argument("--skip-term", action="store_true", help="skip the exhaustive comparison of the term")
+    args = parser.parse_args()
+    dce = load()
+    report = environment()
+    report["spec_version"] = dce.spec_version
+    failures = []
+
+    def record(name, wrong, shown=None):
+        report[name] = shown if shown is not None else (wrong or "equal")
+        failures.extend(wrong)
+        print(f"{name}: {report[name]}", flush=True)
+
+    for device in ("cuda", "cpu"):
+        result = dce.self_test(device)
+        record(f"self_test {device}", result.different, str(result))
+    paths = cpu_paths()
+    record("cpu paths", [p for p, line in paths.items() if "equal the golden" not in line], paths)
+    record("random cases against the CPU", check_against_cpu(dce, args.cases))
+    record("graph", check_graph(dce))
+    record("compile", check_compile(dce))
+    record("bad targets", check_bad_targets(dce))
+    record("large", check_large(dce))
+    if not args.skip_term:
+        compared, equal = check_term(dce)
+        record("term, every fp32 up to 2^20", [] if equal else ["term"], f"{compared} values, {'equal' if equal else 'different'}")
+    report["milliseconds"] = time_against_torch(dce)
+    print(json.dumps(report["milliseconds"], indent=1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

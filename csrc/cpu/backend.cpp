@@ -1,0 +1,244 @@
+// The stages on the CPU: what runs on which thread. A row is one task, or, where rows are few, cut into pieces that compose by addition.
+#include "../backend.h"
+
+#include <torch/csrc/stable/ops.h>
+
+#include <cfenv>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "../sums.h"
+#include "loops.h"
+
+namespace dce {
+namespace cpu {
+namespace {
+
+const LoopTable* choose_loops() {
+#if defined(__x86_64__) && defined(__GNUC__)
+  __builtin_cpu_init();
+  // DCE_CPU lets the tests reach every path that this processor has; all give the same bytes
+  const char* cap = std::getenv("DCE_CPU");
+  const bool any = cap == nullptr || *cap == '\0', only_portable = !any && std::strcmp(cap, "portable") == 0;
+  const bool only_avx2 = !any && std::strcmp(cap, "avx2") == 0;
+  if (!only_portable && !only_avx2 && avx512_loops() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    return avx512_loops();
+  if (!only_portable && avx2_loops() && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return avx2_loops();
+#endif
+  return portable_loops();
+}
+const LoopTable& loops() {
+  static const LoopTable* const chosen = choose_loops();
+  return *chosen;
+}
+const RowLoops<float>& loops_for(float) { return loops().f32; }
+const RowLoops<Bf16>& loops_for(Bf16) { return loops().bf16; }
+const RowLoops<Fp16>& loops_for(Fp16) { return loops().fp16; }
+
+// Rounding to nearest with subnormals kept, whatever the caller's thread is set to (torch.set_flush_denormal).
+class DefaultRounding {
+ public:
+  DefaultRounding() {
+    std::fegetenv(&saved_);
+    std::fesetenv(FE_DFL_ENV);
+  }
+  ~DefaultRounding() { std::fesetenv(&saved_); }
+  DefaultRounding(const DefaultRounding&) = delete;
+  DefaultRounding& operator=(const DefaultRounding&) = delete;
+
+ private:
+  std::fenv_t saved_;
+};
+
+constexpr int64_t kGrain = 16384;  // columns a thread takes at least
+
+template <class Body>
+void parallel(int64_t tasks, int64_t columns_a_task, const Body& body) {
+  const int64_t grain = columns_a_task >= kGrain ? 1 : kGrain / (columns_a_task > 0 ? columns_a_task : 1);
+  torch::stable::parallel_for(0, tasks, grain, [&](int64_t begin, int64_t end) {
+    const DefaultRounding rounding;
+    for (int64_t i = begin; i < end; ++i) body(i);
+  });
+}
+
+// Each row in `pieces` equal cuts.
+struct Cut {
+  int64_t pieces, length;
+  Cut(int64_t rows, int64_t columns) {
+    const int64_t threads = torch::stable::get_num_threads();
+    pieces = rows >= 4 * threads ? 1 : 4 * threads;
+    const int64_t most = columns / kGrain + 1;
+    if (pieces > most) pieces = most;
+    length = (columns + pieces - 1) / pieces;
+  }
+};
+
+template <class F>
+void with_dtype(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::kFloat32: return f(float{});
+    case Dtype::kBFloat16: return f(Bf16{});
+    case Dtype::kFloat16: return f(Fp16{});
+  }
+}
+
+int64_t target_at(const Targets& t, int64_t row) {
+  return t.is_int64 ? static_cast<const int64_t*>(t.data)[row] : static_cast<const int32_t*>(t.data)[row];
+}
+
+template <class T>
+void digits_of(const T* x, int64_t n, float max, int64_t* digits) {
+  if (is_degenerate(max)) {
+    if (max < 0) digits[kColumnsWord] += loops_for(T{}).count_above(x, n, max) * kOneFault;
+  } else {
+    digits[kColumnsWord] += loops_for(T{}).digits_checked(x, n, row_frame(max), max, digits) * kOneFault;
+  }
+}
+
+template <class T>
+void finalize_one(const int64_t* digits, const Logits& logits, const Targets& targets, float max, const RowOutputs& out, int64_t row) {
+  const int64_t target = target_at(targets, row);
+  const bool readable = target >= 0 && target < logits.columns && target != targets.ignore_index;
+  const float x = readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
+  const RowResult r = finalize_row(digits, max, target, x, logits.columns, targets.ignore_index);
+  out.loss[row] = r.loss;
+  out.denom[row] = r.denom;
+  out.state[2 * row] = r.inv;
+  out.state[2 * row + 1] = r.tgt;
+  out.status[row] = r.status;
+}
+
+}  // namespace
+
+void row_max(const Logits& logits, const Shard& shard, float* out, Context) {
+  const int64_t n = shard.hi - shard.lo;
+  const Cut cut(logits.rows, n);
+  std::vector<int32_t> image(logits.rows * cut.pieces, kImageOfNegInf);
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
+      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
+      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
+      if (left > 0) image[i] = loops_for(T{}).max_image(x, left < cut.length ? left : cut.length);
+    });
+  });
+  for (int64_t i = 0; i < logits.rows * cut.pieces; ++i) {
+    int32_t& first = image[i / cut.pieces * cut.pieces];
+    if (image[i] > first) first = image[i];
+  }
+  for (int64_t row = 0; row < logits.rows; ++row) out[row] = from_order_image(image[row * cut.pieces]);
+}
+
+void denom_digits(const Logits& logits, const float* row_max, const Shard& shard, int64_t* digits, Context) {
+  const int64_t n = shard.hi - shard.lo;
+  const Cut cut(logits.rows, n);
+  std::vector<int64_t> part(logits.rows * cut.pieces * kWords, 0);
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
+      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
+      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
+      if (left > 0) digits_of(x, left < cut.length ? left : cut.length, canonical_max(row_max[row]), &part[i * kWords]);
+    });
+  });
+  for (int64_t row = 0; row < logits.rows; ++row) {
+    int64_t* words = digits + row * kWords;
+    std::memset(words, 0, kWords * sizeof(int64_t));
+    if (n == 0) continue;
+    for (int64_t piece = 0; piece < cut.pieces; ++piece)
+      for (int i = 0; i < kWords; ++i) words[i] += part[(row * cut.pieces + piece) * kWords + i];
+    carry(words);
+    words[kColumnsWord] += n;
+    words[kTagWord] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi);
+  }
+}
+
+void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context) {
+  with_dtype(logits.dtype, [&](auto type) {
+    parallel(logits.rows, 64, [&](int64_t row) {
+      finalize_one<decltype(type)>(digits + row * kWords, logits, targets, canonical_max(row_max[row]), out, row);
+    });
+  });
+}
+
+void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, Context context) {
+  const Shard whole = {0, logits.columns, 0};
+  if (Cut(logits.rows, logits.columns).pieces > 1) {
+    row_max(logits, whole, row_max_out, context);
+    denom_digits(logits, row_max_out, whole, digits, context);
+    finalize(digits, logits, targets, row_max_out, out, context);
+    for (int64_t row = 0; row < logits.rows; ++row)
+      if (out.status[row] & kIgnored) row_max_out[row] = -HUGE_VALF;
+    return;
+  }
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(logits.rows, logits.columns, [&](int64_t row) {
+      int64_t words[kWords] = {0, 0, 0, 0, 0, 0, 0, 0};
+      float max = -HUGE_VALF;
+      if (target_at(targets, row) != targets.ignore_index) {
+        const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride;
+        max = from_order_image(loops_for(T{}).max_image(x, logits.columns));
+        if (!is_degenerate(max)) loops_for(T{}).digits(x, logits.columns, row_frame(max), words);
+        words[kColumnsWord] = logits.columns;
+        words[kTagWord] = shard_tag(max, 0, logits.columns);
+      }
+      row_max_out[row] = max;
+      finalize_one<T>(words, logits, targets, max, out, row);
+    });
+  });
+}
+
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const float* grad, int64_t grad_stride,
+              const int64_t* sums, const Shard& shard, void* out, Context) {
+  const int64_t n = shard.hi - shard.lo;
+  const Cut cut(logits.rows, n);
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
+      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length;
+      int64_t length = n - begin;
+      if (length <= 0) return;
+      if (length > cut.length) length = cut.length;
+      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
+      T* to = static_cast<T*>(out) + row * n + begin;
+      const int64_t target = target_at(targets, row);
+      if (target == targets.ignore_index) {
+        std::memset(to, 0, length * sizeof(T));
+        return;
+      }
+      const RowScale f = row_scale(grad[row * grad_stride], sums ? sums[kCountWord] : 0, state[2 * row], state[2 * row + 1]);
+      if (!is_finite(f.scale)) {
+        for (int64_t j = 0; j < length; ++j) narrow(from_bits(kNaN32), to[j]);
+        return;
+      }
+      loops_for(T{}).gradient(x, to, length, row_frame(row_max[row]), f.scale);
+      const int64_t at = target - shard.start - shard.lo - begin;
+      if (at >= 0 && at < length) narrow(f.target, to[at]);
+    });
+  });
+}
+
+void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context) {
+  std::memset(sums, 0, kSumWords * sizeof(int64_t));
+  for (int64_t row = 0; row < rows; ++row)
+    if (target_at(targets, row) != targets.ignore_index) add_loss(loss[row], sums);
+}
+
+void round_sums(const int64_t* sums, bool mean, float* out, Context) {
+  const DefaultRounding rounding;
+  *out = round_sum(sums, mean);
+}
+
+void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context) {
+  parallel(count, 1, [&](int64_t i) {
+    const Term e = term(x[i]);
+    significand[i] = static_cast<int32_t>(term_significand(e));
+    exponent[i] = term_exponent(e);
+  });
+}
+
+}  // namespace cpu
+}  // namespace dce

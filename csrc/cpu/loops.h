@@ -1,0 +1,30 @@
+// The table of row loops of one instruction set, and how to get each.
+#pragma once
+
+#include "../row.h"
+#include "half.h"
+
+namespace dce {
+namespace cpu {
+
+template <class T>
+struct RowLoops {
+  int32_t (*max_image)(const T* x, int64_t n);  // order image of the maximum; of nothing: that of -inf
+  // Adds the kept terms of x to digits; with Check, faulty columns add nothing and are counted. A row that is not degenerate.
+  void (*digits)(const T* x, int64_t n, RowFrame frame, int64_t* digits);
+  int64_t (*digits_checked)(const T* x, int64_t n, RowFrame frame, float row_max, int64_t* digits);
+  int64_t (*count_above)(const T* x, int64_t n, float row_max);  // NaNs count
+  void (*gradient)(const T* x, T* out, int64_t n, RowFrame frame, float scale);  // scale is finite
+};
+struct LoopTable {
+  const char* name;
+  RowLoops<float> f32;
+  RowLoops<Bf16> bf16;
+  RowLoops<Fp16> fp16;
+};
+const LoopTable* portable_loops();
+const LoopTable* avx2_loops();    // null where the compiler does not target x86
+const LoopTable* avx512_loops();
+
+}  // namespace cpu
+}  // namespace dce

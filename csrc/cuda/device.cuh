@@ -1,0 +1,145 @@
+// What the kernels share: 16-byte pieces of a row, conversions, reductions over a warp and a block.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "../backend.h"
+#include "../row.h"
+
+namespace dce {
+namespace cuda {
+
+constexpr int kWarp = 32;
+constexpr int kVectorBytes = 16;
+template <class T>
+constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));  // elements of a 16-byte load: 4 or 8
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+
+template <class T>
+__device__ __forceinline__ T narrow(float x);
+template <>
+__device__ __forceinline__ float narrow<float>(float x) { return x; }
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16>(float x) { return __float2bfloat16_rn(x); }
+template <>
+__device__ __forceinline__ __half narrow<__half>(float x) { return __float2half_rn(x); }
+
+template <class T>
+__device__ __forceinline__ T canonical_nan();
+template <>
+__device__ __forceinline__ float canonical_nan<float>() { return __uint_as_float(0x7FC00000u); }
+template <>
+__device__ __forceinline__ __nv_bfloat16 canonical_nan<__nv_bfloat16>() { return __ushort_as_bfloat16(0x7FC0); }
+template <>
+__device__ __forceinline__ __half canonical_nan<__half>() { return __ushort_as_half(0x7E00); }
+
+// ---- vectors
+
+template <class T>
+union Vector {
+  uint4 raw;
+  T lane[kVector<T>];
+};
+
+// Columns [0, length) at `data` as 16-byte vectors on the memory's own grid: vector 0 is the one that holds column 0, so a row that starts anywhere needs no copy;
+// the first and the last may be partial.
+template <class T>
+struct RowVectors {
+  const T* data;
+  int64_t length;
+  int lead;  // columns of vector 0 that lie before the row, 0 .. kVector - 1
+  __device__ __forceinline__ RowVectors(const T* row, int64_t n)
+      : data(row), length(n), lead(static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVector<T>)) {}
+  __device__ __forceinline__ int64_t count() const { return length > 0 ? (length + lead + kVector<T> - 1) / kVector<T> : 0; }
+  __device__ __forceinline__ int64_t column(int64_t i) const { return i * kVector<T> - lead; }  // of lane 0 of vector i
+  __device__ __forceinline__ bool whole(int64_t i) const { return column(i) >= 0 && column(i) + kVector<T> <= length; }
+  // Vector i; -inf where it lies outside the row, or as a whole if i >= count().
+  __device__ __forceinline__ Vector<T> load(int64_t i) const {
+    Vector<T> v;
+    const int64_t c = column(i);
+    if (c >= 0 && c + kVector<T> <= length) {
+      v.raw = __ldcs(reinterpret_cast<const uint4*>(data + c));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kVector<T>; ++j) v.lane[j] = c + j >= 0 && c + j < length ? data[c + j] : narrow<T>(-INFINITY);
+    }
+    return v;
+  }
+};
+
+// ---- order and maxima
+
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float m;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(a), "f"(b));
+  return m;
+}
+
+// 1 << s; 0 for every s outside [0, 31].
+__device__ __forceinline__ uint32_t one_shifted(uint32_t s) {
+  uint32_t w;
+  asm("shl.b32 %0, 1, %1;" : "=r"(w) : "r"(s));
+  return w;
+}
+
+__device__ __forceinline__ uint64_t warp_sum(uint64_t v) {
+#pragma unroll
+  for (int d = kWarp / 2; d > 0; d /= 2) v += __shfl_down_sync(0xFFFFFFFFu, v, d);
+  return v;
+}
+
+// Sum over the block of each of v[0 .. kCount), valid in thread 0. `scratch` holds kCount * (threads / 32) values; all threads call.
+template <int kCount>
+__device__ __forceinline__ void block_sum(uint64_t (&v)[kCount], uint64_t* scratch) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    v[i] = warp_sum(v[i]);
+    if (lane == 0) scratch[i * warps + warp] = v[i];
+  }
+  __syncthreads();
+  if (warp == 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) v[i] = warp_sum(lane < warps ? scratch[i * warps + lane] : 0);
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ int32_t block_max(int32_t v, int32_t* scratch) {
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp, warps = blockDim.x / kWarp;
+  v = __reduce_max_sync(0xFFFFFFFFu, v);
+  if (lane == 0) scratch[warp] = v;
+  __syncthreads();
+  if (warp == 0) v = __reduce_max_sync(0xFFFFFFFFu, lane < warps ? scratch[lane] : kImageOfNegInf);
+  return v;
+}
+
+__device__ __forceinline__ void atomic_add(int64_t* to, int64_t v) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(v));
+}
+
+// ---- work
+
+__device__ __forceinline__ int64_t target_at(const Targets& t, int64_t row) {
+  return t.is_int64 ? static_cast<const int64_t*>(t.data)[row] : static_cast<const int32_t*>(t.data)[row];
+}
+// data null: no row is ignored
+__device__ __forceinline__ bool is_ignored(const Targets& t, int64_t row) { return t.data != nullptr && target_at(t, row) == t.ignore_index; }
+
+// Each row of `columns` in `pieces` cuts of `length`; block (x, y) takes piece y of row x.
+struct Pieces {
+  int64_t pieces, length;
+};
+struct Piece {
+  int64_t row, begin, length;
+  __device__ __forceinline__ Piece(const Pieces& p, int64_t columns)
+      : row(blockIdx.x), begin(blockIdx.y * p.length), length(columns - begin < p.length ? columns - begin : p.length) {}
+};
+
+}  // namespace cuda
+}  // namespace dce

@@ -1,0 +1,41 @@
+// From digits to loss, denominator and row state, one row a thread (SPEC 6); and forward, the stages in order.
+#include "launch.h"
+
+namespace dce {
+namespace cuda {
+namespace {
+
+template <class T>
+__global__ void finalize_kernel(const int64_t* digits, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= logits.rows) return;
+  const int64_t target = target_at(targets, row);
+  const bool readable = target >= 0 && target < logits.columns && target != targets.ignore_index;
+  const float x = readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
+  const RowResult r = finalize_row(digits + row * kWords, canonical_max(row_max[row]), target, x, logits.columns, targets.ignore_index);
+  out.loss[row] = r.loss;
+  out.denom[row] = r.denom;
+  out.state[2 * row] = r.inv;
+  out.state[2 * row + 1] = r.tgt;
+  out.status[row] = r.status;
+}
+
+}  // namespace
+
+void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
+  constexpr int kThreads = 64;
+  with_dtype(logits.dtype, [&](auto type) {
+    finalize_kernel<decltype(type)><<<static_cast<unsigned>((logits.rows + kThreads - 1) / kThreads), kThreads, 0, stream_of(context)>>>(digits, logits, targets, row_max, out);
+  });
+  check(cudaGetLastError(), "finalize");
+}
+
+void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, Context context) {
+  const Shard whole = {0, logits.columns, 0};
+  row_max_of(logits, targets, whole, row_max, context);
+  accumulate(logits, targets, row_max, whole, digits, false, context);
+  finalize(digits, logits, targets, row_max, out, context);
+}
+
+}  // namespace cuda
+}  // namespace dce

@@ -1,0 +1,75 @@
+// Launch policy as data, and the host side that the kernels' files share.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+#include "device.cuh"
+
+namespace dce {
+namespace cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  if (status != cudaSuccess) throw std::runtime_error(std::string("det_cross_entropy: ") + what + ": " + cudaGetErrorString(status));
+}
+inline cudaStream_t stream_of(Context c) { return static_cast<cudaStream_t>(c.stream); }
+
+// How a stage fills the machine.
+struct Policy {
+  int threads;             // of a block
+  int unroll;              // 16-byte loads in flight a thread
+  int64_t piece_bytes;     // what a block takes of a row at least
+  int blocks_a_processor;  // as many pieces as make this many blocks, where rows are few
+};
+constexpr Policy kRowMaxPolicy = {256, 4, 32768, 16};
+constexpr Policy kAccumulatePolicy = {256, 4, 32768, 16};
+constexpr Policy kBackwardPolicy = {256, 4, 16384, 16};
+
+inline int processors() {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return count;
+}
+
+// Cuts a multiple of 128 bytes long, so that every piece starts on the same 16-byte phase as its row.
+inline Pieces cut_rows(const Policy& policy, int64_t rows, int64_t columns, int64_t element_bytes) {
+  const int64_t wanted = (static_cast<int64_t>(policy.blocks_a_processor) * processors() + rows - 1) / rows;
+  int64_t most = columns * element_bytes / policy.piece_bytes;
+  if (most < 1) most = 1;
+  if (most > 65535) most = 65535;
+  int64_t pieces = wanted < most ? wanted : most;
+  const int64_t unit = 128 / element_bytes;
+  int64_t length = ((columns + pieces - 1) / pieces + unit - 1) / unit * unit;
+  if (length < unit) length = unit;
+  pieces = columns > 0 ? (columns + length - 1) / length : 1;
+  return {pieces, length};
+}
+inline dim3 grid(int64_t rows, const Pieces& p) {
+  if (rows >= (int64_t{1} << 31)) throw std::runtime_error("det_cross_entropy: logits: expected fewer than 2^31 rows");
+  return dim3(static_cast<unsigned>(rows), static_cast<unsigned>(p.pieces));
+}
+
+template <class F>
+void with_dtype(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case Dtype::kFloat32: return f(float{});
+    case Dtype::kBFloat16: return f(__nv_bfloat16{});
+    case Dtype::kFloat16: return f(__half{});
+  }
+}
+inline int64_t element_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
+
+constexpr Targets kNoTargets = {nullptr, true, 0};
+
+// The stages inside forward, which skip the rows that `ignored` marks (SPEC 6, rule 1).
+void row_max_of(const Logits&, const Targets& ignored, const Shard&, float* out, Context);
+// kCheck: look for logits above the given maximum. Words come out as sums of pieces, not carried.
+void accumulate(const Logits&, const Targets& ignored, const float* row_max, const Shard&, int64_t* digits, bool check, Context);
+
+}  // namespace cuda
+}  // namespace dce

@@ -1,0 +1,83 @@
+// Exact sum of the rows' losses and its rounding (SPEC 8); and the term by itself, for the exhaustive test.
+#include "../sums.h"
+#include "launch.h"
+
+namespace dce {
+namespace cuda {
+namespace {
+
+constexpr int kSumThreads = 256;
+
+// Lanes whose losses fall on the same digit add up inside the warp; one of them adds to the block's words, one thread a word to the result.
+__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums) {
+  __shared__ int64_t words[kSumWords];
+  if (threadIdx.x < kSumWords) words[threadIdx.x] = 0;
+  __syncthreads();
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kSumThreads;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kSumThreads; first < rows; first += stride) {
+    const int64_t row = first + threadIdx.x;
+    const bool counted = row < rows && target_at(targets, row) != targets.ignore_index;
+    const float l = counted ? loss[row] : 0.0f;
+    const LossTerm t = loss_term(is_finite(l) ? l : 0.0f);
+    const bool plus = is_nan(l) || (!is_finite(l) && l > 0), minus = is_nan(l) || (!is_finite(l) && l < 0);
+    const unsigned all = 0xFFFFFFFFu;
+    const int lane = threadIdx.x % kWarp;
+    const int n = __popc(__ballot_sync(all, counted)), n_plus = __popc(__ballot_sync(all, plus)), n_minus = __popc(__ballot_sync(all, minus));
+    if (lane == 0) {
+      atomic_add(&words[kCountWord], n);
+      if (n_plus) atomic_add(&words[kPlusInfWord], n_plus);
+      if (n_minus) atomic_add(&words[kMinusInfWord], n_minus);
+    }
+    for (int digit = 0; digit < kSumDigits - 1; ++digit) {
+      const bool mine = t.digit == digit && (t.low != 0 || t.high != 0);
+      if (__ballot_sync(all, mine) == 0) continue;
+      // |low| < 2^32 in two pieces of 16 bits and sign, so that 32 lanes fit an int32
+      const int sign = t.low < 0 ? -1 : 1;
+      const uint32_t low = static_cast<uint32_t>(t.low < 0 ? -t.low : t.low);
+      const int64_t a = __reduce_add_sync(all, mine ? sign * static_cast<int>(low & 0xFFFF) : 0);
+      const int64_t b = __reduce_add_sync(all, mine ? sign * static_cast<int>(low >> 16) : 0);
+      const int64_t c = __reduce_add_sync(all, mine ? t.high : 0);
+      if (lane == 0) {
+        atomic_add(&words[digit], a + b * 65536);
+        atomic_add(&words[digit + 1], c);
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kSumWords && words[threadIdx.x] != 0) atomic_add(&sums[threadIdx.x], words[threadIdx.x]);
+}
+
+__global__ void round_sums_kernel(const int64_t* sums, bool mean, float* out) { *out = round_sum(sums, mean); }
+
+__global__ void terms_kernel(const float* x, int64_t count, int32_t* significand, int32_t* exponent) {
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+    const Term e = term(x[i]);
+    significand[i] = static_cast<int32_t>(term_significand(e));
+    exponent[i] = term_exponent(e);
+  }
+}
+
+}  // namespace
+
+void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
+  const cudaStream_t stream = stream_of(context);
+  check(cudaMemsetAsync(sums, 0, kSumWords * sizeof(int64_t), stream), "cudaMemsetAsync");
+  if (rows == 0) return;
+  const int64_t blocks = (rows + kSumThreads - 1) / kSumThreads;
+  sum_losses_kernel<<<static_cast<unsigned>(blocks < 256 ? blocks : 256), kSumThreads, 0, stream>>>(loss, targets, rows, sums);
+  check(cudaGetLastError(), "loss_digits");
+}
+
+void round_sums(const int64_t* sums, bool mean, float* out, Context context) {
+  round_sums_kernel<<<1, 1, 0, stream_of(context)>>>(sums, mean, out);
+  check(cudaGetLastError(), "reduce_digits");
+}
+
+void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context context) {
+  const int64_t blocks = (count + 255) / 256;
+  terms_kernel<<<static_cast<unsigned>(blocks < 8192 ? blocks : 8192), 256, 0, stream_of(context)>>>(x, count, significand, exponent);
+  check(cudaGetLastError(), "term");
+}
+
+}  // namespace cuda
+}  // namespace dce

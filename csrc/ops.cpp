@@ -1,0 +1,182 @@
+#include "ops.h"
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include "backend.h"
+#include "digits.h"
+#include "sums.h"
+
+#if defined(CUDA_KERNEL)
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+#endif
+
+namespace dce {
+namespace {
+
+using torch::headeronly::ScalarType;
+
+Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
+  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), dtype);
+}
+
+Dtype dtype_of(const Tensor& logits) {
+  switch (logits.scalar_type()) {
+    case ScalarType::Float: return Dtype::kFloat32;
+    case ScalarType::BFloat16: return Dtype::kBFloat16;
+    case ScalarType::Half: return Dtype::kFloat16;
+    default: STD_TORCH_CHECK(false, "logits: expected float32, bfloat16 or float16");
+  }
+  return Dtype::kFloat32;
+}
+
+Logits view_logits(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits: expected [N, V], got ", logits.dim(), " dimensions");
+  STD_TORCH_CHECK(logits.size(1) >= 1 && logits.size(1) < (int64_t{1} << 31), "logits: expected 1 <= V < 2^31, got V = ", logits.size(1));
+  STD_TORCH_CHECK(logits.size(1) == 1 || logits.stride(1) == 1, "logits: expected adjacent columns, got stride ", logits.stride(1));
+  return {logits.const_data_ptr(), dtype_of(logits), logits.size(0), logits.size(1), logits.stride(0)};
+}
+
+void check_vector(const Tensor& t, const char* name, const Tensor& like, int64_t rows) {
+  STD_TORCH_CHECK(t.is_cuda() == like.is_cuda() && t.get_device_index() == like.get_device_index(), name, ": expected on the device of logits");
+  STD_TORCH_CHECK(t.dim() >= 1 && t.size(0) == rows, name, ": expected ", rows, " rows");
+  STD_TORCH_CHECK(t.is_contiguous(), name, ": expected contiguous");
+}
+Targets view_targets(const Tensor& targets, const Tensor& like, int64_t rows, int64_t ignore_index) {
+  check_vector(targets, "targets", like, rows);
+  const bool is_int64 = targets.scalar_type() == ScalarType::Long;
+  STD_TORCH_CHECK(targets.dim() == 1 && (is_int64 || targets.scalar_type() == ScalarType::Int), "targets: expected int64 or int32 [N]");
+  return {targets.const_data_ptr(), is_int64, ignore_index};
+}
+const float* float_rows(const Tensor& t, const char* name, const Tensor& like, int64_t rows) {
+  check_vector(t, name, like, rows);
+  STD_TORCH_CHECK(t.dim() == 1 && t.scalar_type() == ScalarType::Float, name, ": expected float32 [N]");
+  return t.const_data_ptr<float>();
+}
+Shard shard(const Logits& logits, int64_t lo, int64_t hi, int64_t start) {
+  STD_TORCH_CHECK(0 <= lo && lo <= hi && hi <= logits.columns, "v_lo, v_hi: expected 0 <= v_lo <= v_hi <= ", logits.columns, ", got ", lo, ", ", hi);
+  STD_TORCH_CHECK(start >= 0 && start + hi < (int64_t{1} << 31), "v_start: expected v_start >= 0 and v_start + v_hi < 2^31, got ", start);
+  return {lo, hi, start};
+}
+
+// Calls stage(backend functions' context, ...) of the device that `like` is on, with that device current.
+#if defined(CUDA_KERNEL)
+#define DCE_CALL(like, stage, ...)                                                          \
+  if ((like).is_cuda()) {                                                                   \
+    const torch::stable::accelerator::DeviceGuard guard((like).get_device_index());         \
+    void* stream = nullptr;                                                                 \
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream((like).get_device_index(), &stream)); \
+    cuda::stage(__VA_ARGS__, cuda::Context{stream});                                        \
+  } else {                                                                                  \
+    cpu::stage(__VA_ARGS__, cpu::Context{});                                                \
+  }
+#else
+#define DCE_CALL(like, stage, ...) cpu::stage(__VA_ARGS__, cpu::Context{})
+#endif
+
+struct RowTensors {
+  Tensor loss, denom, state, status;
+  RowTensors(const Tensor& like, int64_t rows)
+      : loss(empty(like, {rows}, ScalarType::Float)),
+        denom(empty(like, {rows}, ScalarType::Float)),
+        state(empty(like, {rows, 2}, ScalarType::Double)),
+        status(empty(like, {rows}, ScalarType::Int)) {}
+  RowOutputs view() const {
+    return {loss.mutable_data_ptr<float>(), denom.mutable_data_ptr<float>(), state.mutable_data_ptr<double>(), status.mutable_data_ptr<int32_t>()};
+  }
+};
+
+}  // namespace
+
+Tensor rowmax(const Tensor& logits, int64_t v_lo, int64_t v_hi) {
+  const Logits x = view_logits(logits);
+  Tensor out = empty(logits, {x.rows}, ScalarType::Float);
+  if (x.rows > 0) DCE_CALL(logits, row_max, x, shard(x, v_lo, v_hi, 0), out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, int64_t v_hi, int64_t v_start) {
+  const Logits x = view_logits(logits);
+  const float* max = float_rows(rowmax, "global_rowmax", logits, x.rows);
+  Tensor digits = empty(logits, {x.rows, kWords}, ScalarType::Long);
+  if (x.rows > 0) DCE_CALL(logits, denom_digits, x, max, shard(x, v_lo, v_hi, v_start), digits.mutable_data_ptr<int64_t>());
+  return digits;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index) {
+  const Logits x = view_logits(logits);
+  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
+  const float* max = float_rows(rowmax, "global_rowmax", logits, x.rows);
+  check_vector(digits, "den_digits", logits, x.rows);
+  STD_TORCH_CHECK(digits.dim() == 2 && digits.size(1) == kWords && digits.scalar_type() == ScalarType::Long, "den_digits: expected int64 [N, ", kWords, "]");
+  const RowTensors out(logits, x.rows);
+  if (x.rows > 0) DCE_CALL(logits, finalize, digits.const_data_ptr<int64_t>(), x, t, max, out.view());
+  return {out.loss, out.denom, out.state, out.status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
+  const Logits x = view_logits(logits);
+  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
+  STD_TORCH_CHECK(reduction == kNone || reduction == kMean || reduction == kSum, "reduction: expected 0, 1 or 2, got ", reduction);
+  const RowTensors rows(logits, x.rows);
+  Tensor max = empty(logits, {x.rows}, ScalarType::Float);
+  Tensor digits = empty(logits, {x.rows, kWords}, ScalarType::Long);
+  if (x.rows > 0) DCE_CALL(logits, forward, x, t, digits.mutable_data_ptr<int64_t>(), max.mutable_data_ptr<float>(), rows.view());
+  Tensor sums = empty(logits, {reduction == kNone ? 0 : kSumWords}, ScalarType::Long);
+  if (reduction == kNone) return {rows.loss, max, rows.denom, rows.state, sums, rows.status};
+  Tensor out = empty(logits, {}, ScalarType::Float);
+  DCE_CALL(logits, sum_losses, rows.loss.const_data_ptr<float>(), t, x.rows, sums.mutable_data_ptr<int64_t>());
+  DCE_CALL(logits, round_sums, sums.const_data_ptr<int64_t>(), reduction == kMean, out.mutable_data_ptr<float>());
+  return {out, max, rows.denom, rows.state, sums, rows.status};
+}
+
+Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
+                   int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start) {
+  const Logits x = view_logits(logits);
+  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
+  const float* max = float_rows(rowmax, "rowmax", logits, x.rows);
+  check_vector(state, "state", logits, x.rows);
+  STD_TORCH_CHECK(state.dim() == 2 && state.size(1) == 2 && state.scalar_type() == ScalarType::Double, "state: expected float64 [N, 2]");
+  STD_TORCH_CHECK(grad_out.scalar_type() == ScalarType::Float && (grad_out.dim() == 0 || (grad_out.dim() == 1 && grad_out.size(0) == x.rows)),
+                  "grad_out: expected float32 [] or [N]");
+  const int64_t grad_stride = grad_out.dim() == 0 ? 0 : grad_out.stride(0);
+  const int64_t* count_words = nullptr;
+  if (sums.has_value()) {
+    STD_TORCH_CHECK(sums->numel() == kSumWords && sums->scalar_type() == ScalarType::Long && sums->is_contiguous(), "sums: expected int64 [", kSumWords, "]");
+    count_words = sums->const_data_ptr<int64_t>();
+  }
+  const Shard part = shard(x, v_lo, v_hi, v_start);
+  Tensor out = empty(logits, {x.rows, v_hi - v_lo}, logits.scalar_type());
+  if (x.rows > 0 && v_hi > v_lo)
+    DCE_CALL(logits, backward, x, t, max, state.const_data_ptr<double>(), grad_out.const_data_ptr<float>(), grad_stride, count_words, part, out.mutable_data_ptr());
+  return out;
+}
+
+Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index) {
+  STD_TORCH_CHECK(loss.dim() == 1, "loss: expected float32 [N]");
+  const int64_t rows = loss.size(0);
+  const float* l = float_rows(loss, "loss", loss, rows);
+  const Targets t = view_targets(targets, loss, rows, ignore_index);
+  Tensor sums = empty(loss, {kSumWords}, ScalarType::Long);
+  DCE_CALL(loss, sum_losses, l, t, rows, sums.mutable_data_ptr<int64_t>());
+  return sums;
+}
+
+Tensor reduce_digits(const Tensor& sums, bool mean) {
+  STD_TORCH_CHECK(sums.dim() == 1 && sums.size(0) == kSumWords && sums.scalar_type() == ScalarType::Long && sums.is_contiguous(), "sums: expected contiguous int64 [", kSumWords, "]");
+  Tensor out = empty(sums, {}, ScalarType::Float);
+  DCE_CALL(sums, round_sums, sums.const_data_ptr<int64_t>(), mean, out.mutable_data_ptr<float>());
+  return out;
+}
+
+std::tuple<Tensor, Tensor> term_parts(const Tensor& x) {
+  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float && x.is_contiguous(), "x: expected contiguous float32");
+  Tensor significand = torch::stable::new_empty(x, x.sizes(), ScalarType::Int);
+  Tensor exponent = torch::stable::new_empty(x, x.sizes(), ScalarType::Int);
+  if (x.numel() > 0) DCE_CALL(x, terms, x.const_data_ptr<float>(), x.numel(), significand.mutable_data_ptr<int32_t>(), exponent.mutable_data_ptr<int32_t>());
+  return {significand, exponent};
+}
+
+}  // namespace dce

@@ -1,0 +1,30 @@
+// The torch operators, on the stable ABI: check, allocate, call the device's stages. torch-ext/torch_binding.cpp registers them.
+#pragma once
+
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <tuple>
+
+namespace dce {
+
+using torch::stable::Tensor;
+
+// Reduction of cross_entropy.
+constexpr int64_t kNone = 0, kMean = 1, kSum = 2;
+
+Tensor rowmax(const Tensor& logits, int64_t v_lo, int64_t v_hi);
+Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, int64_t v_hi, int64_t v_start);
+// loss, denom, state, status
+std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index);
+// out, rowmax, denom, state, sums, status
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index);
+Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
+                   int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start);
+Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index);
+Tensor reduce_digits(const Tensor& sums, bool mean);
+// significand, exponent
+std::tuple<Tensor, Tensor> term_parts(const Tensor& x);
+
+}  // namespace dce

@@ -1,0 +1,13 @@
+{
+  description = "Exact, shard-invariant cross-entropy for language models";
+
+  # A pinned kernel-builder: the toolchain is part of what makes a build reproducible.
+  inputs.kernel-builder.url = "github:huggingface/kernels/8ac69fc542a4306eade0759ef7c45b4f2ae57df0";
+
+  outputs =
+    { self, kernel-builder }:
+    kernel-builder.lib.genKernelFlakeOutputs {
+      inherit self;
+      path = ./.;
+    };
+}

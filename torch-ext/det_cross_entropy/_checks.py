@@ -1,0 +1,132 @@
+"""Arguments that cannot be meant, refused by name before a kernel sees them."""
+
+import torch
+
+from ._registration import MEAN, NONE, SUM, SUM_WORDS, WORDS
+
+LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TARGET_DTYPES = (torch.int64, torch.int32)
+REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
+
+# Bits of the status that the ops report for each row (csrc/row.h, RowStatus).
+IGNORED, BAD_TARGET, DEGENERATE, BAD_COLUMNS, BAD_COVER, ABOVE_MAXIMUM, BAD_DIGITS = (1 << i for i in range(7))
+_WRONG = BAD_TARGET | BAD_COLUMNS | BAD_COVER | ABOVE_MAXIMUM | BAD_DIGITS
+
+
+def _names(dtypes):
+    return " or ".join(str(d).replace("torch.", "") for d in dtypes)
+
+
+def tensor(name, value, dtypes, shape=None, device=None):
+    """`value` is a tensor of one of `dtypes`, of `shape` and on `device` where given."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise TypeError(f"{name}: expected {_names(dtypes)}, got {value.dtype}")
+    if shape is not None and tuple(value.shape) != tuple(shape):
+        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: expected on {device} like the rest, got {value.device}")
+    return value
+
+
+def integer(name, value):
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    return value
+
+
+def logits_rows(logits):
+    """logits [..., V] as rows [N, V] with adjacent columns; a view wherever the layout has one."""
+    tensor("logits", logits, LOGITS_DTYPES)
+    if logits.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"logits: expected on cpu or cuda, got {logits.device}")
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits: expected [..., V] with V >= 1, got shape {tuple(logits.shape)}")
+    if logits.shape[-1] >= 2**31:
+        raise ValueError(f"logits: expected V < 2**31, got V = {logits.shape[-1]}")
+    rows = logits.flatten(0, -2) if logits.dim() > 2 else logits.unsqueeze(0) if logits.dim() == 1 else logits
+    if rows.shape[1] > 1 and rows.stride(1) != 1:
+        rows = rows.contiguous()
+    return rows
+
+
+def target_rows(targets, logits):
+    """targets with the leading shape of logits, as contiguous [N]."""
+    tensor("targets", targets, TARGET_DTYPES, logits.shape[:-1], logits.device)
+    return targets.reshape(-1).contiguous()
+
+
+def row_values(name, value, logits, dtype=torch.float32, trailing=()):
+    """One value, or `trailing` values, a row of logits: shaped like the leading shape of logits or [N]; as contiguous rows."""
+    tensor(name, value, (dtype,), device=logits.device)
+    leading, rows = tuple(logits.shape[:-1]), logits.shape[:-1].numel()
+    if tuple(value.shape) not in ((*leading, *trailing), (rows, *trailing)):
+        raise ValueError(f"{name}: expected shape {(rows, *trailing)}, got {tuple(value.shape)}")
+    return value.reshape(rows, *trailing).contiguous()
+
+
+def digits(den_digits, logits):
+    """int64 [N, 8] from denom_digits, or a sum of such."""
+    return row_values("den_digits", den_digits, logits, torch.int64, (WORDS,))
+
+
+def sum_words(sums):
+    return tensor("sums", sums, (torch.int64,), (SUM_WORDS,)).contiguous()
+
+
+def columns(v_lo, v_hi, size):
+    """[v_lo, v_hi) within a tensor of `size` columns; v_hi None is all the rest."""
+    v_lo = integer("v_lo", v_lo)
+    v_hi = size if v_hi is None else integer("v_hi", v_hi)
+    if not 0 <= v_lo <= v_hi <= size:
+        raise ValueError(f"v_lo, v_hi: expected 0 <= v_lo <= v_hi <= {size}, got v_lo = {v_lo}, v_hi = {v_hi}")
+    return v_lo, v_hi
+
+
+def start(v_start, v_hi):
+    integer("v_start", v_start)
+    if v_start < 0 or v_start + v_hi >= 2**31:
+        raise ValueError(f"v_start: expected v_start >= 0 and v_start + v_hi < 2**31, got {v_start}")
+    return v_start
+
+
+def reduction(name, allowed=("mean", "sum", "none")):
+    if not isinstance(name, str) or name not in allowed:
+        raise ValueError(f"reduction: expected {' or '.join(map(repr, allowed))}, got {name!r}")
+    return REDUCTIONS[name]
+
+
+def wants_validation(validate, logits):
+    """None: where looking costs no synchronisation, that is on the CPU and not while torch.compile traces."""
+    if validate is None:
+        return logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not isinstance(validate, bool):
+        raise TypeError(f"validate: expected True, False or None, got {validate!r}")
+    return validate
+
+
+def raise_for_status(status, targets, size, ignore_index, words=None):
+    """ValueError for the first row whose target or shards are wrong. Waits for the device."""
+    wrong = (status & _WRONG).nonzero()
+    if wrong.numel() == 0:
+        return
+    row = int(wrong[0])
+    flags = int(status[row])
+    more = f" ({wrong.numel()} rows in all)" if wrong.numel() > 1 else ""
+    if flags & ABOVE_MAXIMUM:
+        count = int(words[row, 6]) >> 32
+        raise ValueError(f"den_digits: row {row} met {count} logits above the given global_rowmax, or NaN; the maximum is stale{more}")
+    if flags & BAD_COLUMNS:
+        count = int(words[row, 6])
+        what = "missing" if count < size else "there twice"
+        raise ValueError(f"den_digits: row {row} sums {count} columns of {size}; a shard is {what}{more}")
+    if flags & BAD_COVER:
+        raise ValueError(
+            f"den_digits: row {row}: the shards do not cover columns 0 to {size} once each, or were computed for another global_rowmax{more}"
+        )
+    if flags & BAD_DIGITS:
+        raise ValueError(f"den_digits: row {row}: no logits have these digits with this global_rowmax and target{more}")
+    raise ValueError(
+        f"targets: row {row} has {int(targets[row])}, expected 0 <= target < {size} or ignore_index = {ignore_index}{more}"
+    )

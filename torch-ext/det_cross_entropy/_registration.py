@@ -1,0 +1,92 @@
+"""What torch needs to know of the ops beyond their kernels: shapes for tracing, and the derivative of the loss."""
+
+import torch
+
+from ._ops import add_op_namespace_prefix, ops
+
+NONE, MEAN, SUM = 0, 1, 2  # reductions of ops.cross_entropy
+WORDS = 8  # int64 words a row (SPEC 4)
+SUM_WORDS = 12  # int64 words a batch (SPEC 8)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rowmax"))
+def _(logits, v_lo, v_hi):
+    return logits.new_empty(logits.shape[0], dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("denom_digits"))
+def _(logits, rowmax, v_lo, v_hi, v_start):
+    return logits.new_empty((logits.shape[0], WORDS), dtype=torch.int64)
+
+
+def _row_outputs(logits):
+    rows = logits.shape[0]
+    return (
+        logits.new_empty(rows, dtype=torch.float32),  # denom
+        logits.new_empty((rows, 2), dtype=torch.float64),  # state
+        logits.new_empty(rows, dtype=torch.int32),  # status
+    )
+
+
+@torch.library.register_fake(add_op_namespace_prefix("finalize"))
+def _(digits, logits, targets, rowmax, ignore_index):
+    denom, state, status = _row_outputs(logits)
+    return logits.new_empty(logits.shape[0], dtype=torch.float32), denom, state, status
+
+
+@torch.library.register_fake(add_op_namespace_prefix("cross_entropy"))
+def _(logits, targets, reduction, ignore_index):
+    denom, state, status = _row_outputs(logits)
+    rowmax = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    out = logits.new_empty(logits.shape[0] if reduction == NONE else (), dtype=torch.float32)
+    sums = logits.new_empty(0 if reduction == NONE else SUM_WORDS, dtype=torch.int64)
+    return out, rowmax, denom, state, sums, status
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grad_logits"))
+def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, v_start):
+    return logits.new_empty((logits.shape[0], v_hi - v_lo))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("loss_digits"))
+def _(loss, targets, ignore_index):
+    return loss.new_empty(SUM_WORDS, dtype=torch.int64)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("reduce_digits"))
+def _(sums, mean):
+    return sums.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("term"))
+def _(x):
+    return torch.empty_like(x, dtype=torch.int32), torch.empty_like(x, dtype=torch.int32)
+
+
+def _save_for_backward(ctx, inputs, output):
+    logits, targets, reduction, ignore_index = inputs
+    _, rowmax, denom, state, sums, status = output
+    ctx.mark_non_differentiable(rowmax, denom, state, sums, status)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets, rowmax, state, sums)
+    ctx.mean, ctx.ignore_index = reduction == MEAN, ignore_index
+
+
+def _backward(ctx, grad_out, *_):
+    if grad_out is None:
+        return None, None, None, None
+    logits, targets, rowmax, state, sums = ctx.saved_tensors
+    grad = ops.grad_logits(
+        grad_out, logits, targets, rowmax, state, sums if ctx.mean else None, ctx.ignore_index, 0, logits.shape[1], 0
+    )
+    return grad, None, None, None
+
+
+torch.library.register_autograd(add_op_namespace_prefix("cross_entropy"), _backward, setup_context=_save_for_backward)
+
+
+def _no_second_derivative(ctx, *_):
+    raise NotImplementedError("det_cross_entropy: the second derivative of the loss is not implemented")
+
+
+torch.library.register_autograd(add_op_namespace_prefix("grad_logits"), _no_second_derivative)

@@ -1,0 +1,19 @@
+"""The loss as a stateless module, for `kernels` layer mapping."""
+
+import torch
+from torch import nn
+
+from .functional import cross_entropy
+
+
+class CrossEntropyLoss(nn.Module):
+    """``cross_entropy`` as a module; set ``reduction`` and ``ignore_index`` on the instance or a subclass."""
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+
+    def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy(logits, targets, self.reduction, ignore_index=self.ignore_index)
+
+
+__all__ = ["CrossEntropyLoss"]
