@@ -17,14 +17,6 @@ enum RowStatus : int32_t {
   kBadDigits = 64,     // no row has such digits
 };
 
-struct RowResult {
-  float loss;
-  float denom;
-  double inv;  // 2^n_max / S, in (2^-32, 1.5)
-  double tgt;  // -(S - T) / S, in [-1, -0]
-  int32_t status;
-};
-
 // m * 2^k with m in [1, 2), or m = 0.
 struct Scaled {
   double m;
@@ -66,12 +58,87 @@ DCE_FN Scaled leading(const int64_t* digits) {
   return out;
 }
 
+// What a row's digits say, before any logarithm.
+struct RowSums {
+  RowFrame frame;
+  Scaled s;       // S, the exact sum, and
+  Scaled d;       // D = S - T, that without the target's own term; both rounded once
+  bool kept;      // the target has a term that is kept; then
+  int32_t n_target;  // its exponent
+};
+// digits: of a row that is not degenerate, summed over all shards. x_target is looked at if has_target. Returns kOk or kBadDigits.
+DCE_FN int32_t row_sums(const int64_t* digits, float row_max, bool has_target, float x_target, RowSums& out) {
+  out.frame = row_frame(row_max);
+  out.kept = false;
+  out.n_target = 0;
+  int64_t sum[kDigits];
+  for (int i = 0; i < kDigits; ++i) sum[i] = digits[i];
+  carry(sum);
+  if (sum[kDigits - 1] < 0 || sum[kDigits - 1] >> 54) return kBadDigits;
+  const int unit = out.frame.base - 23;
+  out.s = leading(sum);
+  if (out.s.m == 0.0) return kBadDigits;
+  out.s.k += unit;
+  if (has_target) {
+    if (!(x_target <= row_max)) return kBadDigits;
+    const float x = add32(x_target, -out.frame.shift);
+    const Term e = term(x);
+    out.n_target = term_exponent(e);
+    out.kept = x >= kLowestTerm && out.n_target >= out.frame.base;
+    if (out.kept) {
+      int64_t own[kDigits] = {0, 0, 0, 0, 0, 0};
+      add_shifted(own, term_significand(e), out.n_target - out.frame.base);
+      for (int i = 0; i < kDigits; ++i) sum[i] -= own[i];
+      carry(sum);
+      if (sum[kDigits - 1] < 0) return kBadDigits;
+    }
+  }
+  out.d = leading(sum);
+  if (out.d.m != 0.0) out.d.k += unit;
+  return kOk;
+}
+
+struct RowState {
+  double inv;  // 2^n_max / S, in (2^-32, 1.5)
+  double tgt;  // -(S - T) / S, in [-1, -0]
+};
+DCE_FN RowState row_state(const RowSums& r) {
+  const double y = recip(r.s.m);
+  const RowState out = {mul64(y, pow2(r.frame.n_max - r.s.k)), -mul64(mul64(r.d.m, y), r.d.m == 0.0 ? 1.0 : pow2(r.d.k - r.s.k))};
+  return out;
+}
+
+// log(S / e^x): by log1p of (S - T) / e^x while the target's term is in the sum, so that nothing cancels.
+DCE_FN float row_loss(const RowSums& r, float x_target) {
+  if (r.kept) {
+    const double e = exp_reduced(add32(x_target, -r.frame.shift), r.n_target);
+    const double h = mul64(div(r.d.m, e), r.d.m == 0.0 ? 1.0 : pow2(r.d.k - r.n_target));
+    return static_cast<float>(log1p(h));
+  }
+  const Split p = split(r.s.m);
+  const double k = static_cast<double>(p.k + r.s.k);
+  const double x = add64(static_cast<double>(x_target), -static_cast<double>(r.frame.shift));
+  const double low = fma64(k, kLn2Lo64, log_1p_f(add64(p.m, -1.0)));
+  return static_cast<float>(add64(low, fma64(k, kLn2Hi64, -x)));
+}
+
+DCE_FN float row_denom(const RowSums& r, float row_max) {
+  const double e = exp_reduced(add32(row_max, -r.frame.shift), r.frame.n_max);
+  return static_cast<float>(mul64(div(r.s.m, e), pow2(r.s.k - r.frame.n_max)));
+}
+
+struct RowResult {
+  float loss;
+  float denom;
+  RowState state;
+  int32_t status;
+};
 // words: the row's eight words summed over all shards. x_target is read only if the target is in [0, V) and not ignored.
 DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t target, float x_target, int64_t columns, int64_t ignore_index) {
   const double nan64 = from_bits(uint64_t{0x7FF8000000000000});
-  RowResult out = {from_bits(kNaN32), from_bits(kNaN32), nan64, nan64, kOk};
+  RowResult out = {from_bits(kNaN32), from_bits(kNaN32), {nan64, nan64}, kOk};
   if (target == ignore_index) {
-    out = {0.0f, 0.0f, 0.0, 0.0, kIgnored};
+    out = {0.0f, 0.0f, {0.0, 0.0}, kIgnored};
     return out;
   }
   const bool has_target = target >= 0 && target < columns;
@@ -85,64 +152,13 @@ DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t targe
   if (words[kTagWord] != shard_tag(row_max, 0, columns)) out.status |= kBadCover;
   if (out.status & ~kBadTarget) return out;
 
-  const RowFrame frame = row_frame(row_max);
-  int64_t sum[kDigits], diff[kDigits];
-  for (int i = 0; i < kDigits; ++i) sum[i] = words[i];
-  carry(sum);
-  const Scaled s_raw = leading(sum);
-  if (sum[kDigits - 1] < 0 || sum[kDigits - 1] >> 54 || s_raw.m == 0.0) {
-    out.status |= kBadDigits;
-    return out;
-  }
-
-  // D = S - T, exactly
-  bool kept = false;
-  int n_target = 0;
-  for (int i = 0; i < kDigits; ++i) diff[i] = sum[i];
-  const float x_shifted = add32(x_target, -frame.shift);
-  if (has_target) {
-    if (!(x_target <= row_max)) {
-      out.status |= kBadDigits;
-      return out;
-    }
-    if (x_shifted >= kLowestTerm) {
-      const Term e = term(x_shifted);
-      n_target = term_exponent(e);
-      kept = n_target >= frame.base;
-      if (kept) {
-        int64_t own[kDigits] = {0, 0, 0, 0, 0, 0};
-        add_shifted(own, term_significand(e), n_target - frame.base);
-        for (int i = 0; i < kDigits; ++i) diff[i] -= own[i];
-        carry(diff);
-        if (diff[kDigits - 1] < 0) {
-          out.status |= kBadDigits;
-          return out;
-        }
-      }
-    }
-  }
-
-  const int unit = frame.base - 23;
-  const Scaled s = {s_raw.m, s_raw.k + unit};
-  const double e_max = exp_reduced(add32(row_max, -frame.shift), frame.n_max);
-  out.denom = static_cast<float>(mul64(div(s.m, e_max), pow2(s.k - frame.n_max)));
+  RowSums sums;
+  out.status |= row_sums(words, row_max, has_target, x_target, sums);
+  if (out.status & kBadDigits) return out;
+  out.denom = row_denom(sums, row_max);
   if (!has_target) return out;
-
-  Scaled d = leading(diff);
-  if (d.m != 0.0) d.k += unit;
-  if (kept) {
-    const double h = mul64(div(d.m, exp_reduced(x_shifted, n_target)), d.m == 0.0 ? 1.0 : pow2(d.k - n_target));
-    out.loss = static_cast<float>(log1p(h));
-  } else {
-    const Split p = split(s.m);
-    const double k = static_cast<double>(p.k + s.k);
-    const double x = add64(static_cast<double>(x_target), -static_cast<double>(frame.shift));
-    const double low = fma64(k, kLn2Lo64, log_1p_f(add64(p.m, -1.0)));
-    out.loss = static_cast<float>(add64(low, fma64(k, kLn2Hi64, -x)));
-  }
-  const double y = recip(s.m);
-  out.inv = mul64(y, pow2(frame.n_max - s.k));
-  out.tgt = -mul64(mul64(d.m, y), d.m == 0.0 ? 1.0 : pow2(d.k - s.k));
+  out.loss = row_loss(sums, x_target);
+  out.state = row_state(sums);
   return out;
 }
 
@@ -153,10 +169,12 @@ struct RowScale {
   float target;  // the gradient at the target itself
 };
 // grad: the row's upstream gradient; count: rows counted, for a mean, else 0.
-DCE_FN RowScale row_scale(float grad, int64_t count, double inv, double tgt) {
-  double g = static_cast<double>(grad);
-  if (count > 0) g = div(g, static_cast<double>(count));
-  const RowScale out = {static_cast<float>(mul64(g, inv)), static_cast<float>(mul64(g, tgt))};
+DCE_FN double upstream(float grad, int64_t count) {
+  const double g = static_cast<double>(grad);
+  return count > 0 ? div(g, static_cast<double>(count)) : g;
+}
+DCE_FN RowScale row_scale(double upstream, const RowState& state) {
+  const RowScale out = {static_cast<float>(mul64(upstream, state.inv)), static_cast<float>(mul64(upstream, state.tgt))};
   return out;
 }
 

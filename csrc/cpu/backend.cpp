@@ -105,8 +105,8 @@ void finalize_one(const int64_t* digits, const Logits& logits, const Targets& ta
   const RowResult r = finalize_row(digits, max, target, x, logits.columns, targets.ignore_index);
   out.loss[row] = r.loss;
   out.denom[row] = r.denom;
-  out.state[2 * row] = r.inv;
-  out.state[2 * row + 1] = r.tgt;
+  out.state[2 * row] = r.state.inv;
+  out.state[2 * row + 1] = r.state.tgt;
   out.status[row] = r.status;
 }
 
@@ -209,7 +209,7 @@ void backward(const Logits& logits, const Targets& targets, const float* row_max
         std::memset(to, 0, length * sizeof(T));
         return;
       }
-      const RowScale f = row_scale(grad[row * grad_stride], sums ? sums[kCountWord] : 0, state[2 * row], state[2 * row + 1]);
+      const RowScale f = row_scale(upstream(grad[row * grad_stride], sums ? sums[kCountWord] : 0), {state[2 * row], state[2 * row + 1]});
       if (!is_finite(f.scale)) {
         for (int64_t j = 0; j < length; ++j) narrow(from_bits(kNaN32), to[j]);
         return;

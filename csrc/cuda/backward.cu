@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads)
   const bool ignored = target == targets.ignore_index;
 
   if (threadIdx.x == 0 && !ignored) {
-    shared_scale = row_scale(grad[piece.row * grad_stride], sums != nullptr ? sums[kCountWord] : 0, state[2 * piece.row], state[2 * piece.row + 1]);
+    shared_scale = row_scale(upstream(grad[piece.row * grad_stride], sums != nullptr ? sums[kCountWord] : 0), {state[2 * piece.row], state[2 * piece.row + 1]});
   }
   __syncthreads();
   const RowScale f = ignored ? RowScale{0.0f, 0.0f} : shared_scale;

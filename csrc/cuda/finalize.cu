@@ -15,8 +15,8 @@ __global__ void finalize_kernel(const int64_t* digits, Logits logits, Targets ta
   const RowResult r = finalize_row(digits + row * kWords, canonical_max(row_max[row]), target, x, logits.columns, targets.ignore_index);
   out.loss[row] = r.loss;
   out.denom[row] = r.denom;
-  out.state[2 * row] = r.inv;
-  out.state[2 * row + 1] = r.tgt;
+  out.state[2 * row] = r.state.inv;
+  out.state[2 * row + 1] = r.state.tgt;
   out.status[row] = r.status;
 }
 
