@@ -88,14 +88,17 @@ constexpr uint32_t kOffsetBits = 0x3F400000u; // P = bits(t) - kOffsetBits
 constexpr float kLowestTerm = -0x1p+21f;      // a logit below has no term: always dropped
 
 struct Term {
-  float z;  // n + kMagic; bits(z) - kMagicBits = n
+  float z;  // n - anchor + kMagic; bits(z) - kMagicBits = n - anchor
   float t;  // e^r + 0.5
 };
+// kMagic for exponents relative to `anchor`, |anchor| < 2^21. x log2(e) is never halfway between integers where a term is defined (the product's
+// significand is odd), so n is the same for every anchor.
+DCE_FN float magic(int32_t anchor) { return add32(kMagic, -static_cast<float>(anchor)); }
 // Garbage, but no trap, outside [-2^21, 2^20]: callers select by z.
-DCE_FN Term term(float x) {
+DCE_FN Term term(float x, float magic = kMagic) {
   Term out;
-  out.z = fma32(x, kLog2e, kMagic);
-  const float n = add32(out.z, -kMagic);
+  out.z = fma32(x, kLog2e, magic);
+  const float n = add32(out.z, -magic);
   float r = fma32(-n, kLn2Hi, x);
   r = fma32(-n, kLn2Lo, r);
   float q = fma32(kC6, r, kC5);

@@ -12,7 +12,7 @@ struct Logits {
   const void* data;
   Dtype dtype;
   int64_t rows;
-  int64_t columns;     // of the tensor, 1 <= columns < 2^31
+  int64_t columns;     // of the tensor, 0 <= columns < 2^31
   int64_t row_stride;  // elements; columns are adjacent
 };
 
@@ -35,17 +35,31 @@ struct RowOutputs {
   int32_t* status;
 };
 
-#define DCE_BACKEND_FUNCTIONS(Context)                                                                                              \
-  void row_max(const Logits&, const Shard&, float* out, Context);                                                                   \
-  void denom_digits(const Logits&, const float* row_max, const Shard&, int64_t* digits, Context);                                   \
-  void finalize(const int64_t* digits, const Logits&, const Targets&, const float* row_max, const RowOutputs&, Context);            \
-  /* all stages over one tensor; digits: rows x 8 words, scratch */                                                                 \
-  void forward(const Logits&, const Targets&, int64_t* digits, float* row_max, const RowOutputs&, Context);                         \
-  /* grad: one value a row (grad_stride 1) or one for all (0); sums: for a mean, the words its count is read from, else null */     \
-  void backward(const Logits&, const Targets&, const float* row_max, const double* state, const float* grad, int64_t grad_stride,   \
-                const int64_t* sums, const Shard&, void* out, Context);                                                             \
-  void sum_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, Context);                                         \
-  void round_sums(const int64_t* sums, bool mean, float* out, Context);                                                             \
+// Upstream gradient of the rows: one value a row (stride 1) or one for all (stride 0); null is 1 for all.
+struct Upstream {
+  const float* grad;
+  int64_t stride;
+  const int64_t* sums;  // for a mean, the words that its count is read from; else null
+};
+
+#define DCE_BACKEND_FUNCTIONS(Context)                                                                                               \
+  void row_max(const Logits&, const Shard&, float* out, Context);                                                                    \
+  void denom_digits(const Logits&, const float* row_max, const Shard&, int64_t* digits, Context);                                    \
+  void finalize(const int64_t* digits, const Logits&, const Targets&, const float* row_max, const RowOutputs&, Context);             \
+  /* all stages over one tensor; digits: rows x 8 words, scratch */                                                                  \
+  void forward(const Logits&, const Targets&, int64_t* digits, float* row_max, const RowOutputs&, Context);                          \
+  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can */                             \
+  void forward_backward(const Logits&, const Targets&, int64_t* digits, float* row_max, const RowOutputs&, const int64_t* sums,      \
+                        void* grad, Context);                                                                                        \
+  void backward(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, const Shard&, void* grad, \
+                Context);                                                                                                            \
+  /* the whole gradient again, if the one upstream value is not 1; decided on the device */                                          \
+  void backward_unless_one(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, void* grad,    \
+                           Context);                                                                                                 \
+  /* the count alone, other words 0; then the losses into words that hold it */                                                      \
+  void count_targets(const Targets&, int64_t rows, int64_t* sums, Context);                                                          \
+  void sum_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, Context);                                          \
+  void round_sums(const int64_t* sums, bool mean, float* out, Context);                                                              \
   void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context);
 
 namespace cpu {

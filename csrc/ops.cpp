@@ -34,9 +34,15 @@ Dtype dtype_of(const Tensor& logits) {
 
 Logits view_logits(const Tensor& logits) {
   STD_TORCH_CHECK(logits.dim() == 2, "logits: expected [N, V], got ", logits.dim(), " dimensions");
-  STD_TORCH_CHECK(logits.size(1) >= 1 && logits.size(1) < (int64_t{1} << 31), "logits: expected 1 <= V < 2^31, got V = ", logits.size(1));
-  STD_TORCH_CHECK(logits.size(1) == 1 || logits.stride(1) == 1, "logits: expected adjacent columns, got stride ", logits.stride(1));
+  STD_TORCH_CHECK(logits.size(1) < (int64_t{1} << 31), "logits: expected V < 2^31, got V = ", logits.size(1));
+  STD_TORCH_CHECK(logits.size(1) <= 1 || logits.stride(1) == 1, "logits: expected adjacent columns, got stride ", logits.stride(1));
   return {logits.const_data_ptr(), dtype_of(logits), logits.size(0), logits.size(1), logits.stride(0)};
+}
+
+// Of a whole vocabulary, where a shard may be empty.
+Logits view_vocabulary(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2 && logits.size(1) >= 1, "logits: expected [N, V] with V >= 1");
+  return view_logits(logits);
 }
 
 void check_vector(const Tensor& t, const char* name, const Tensor& like, int64_t rows) {
@@ -63,15 +69,17 @@ Shard shard(const Logits& logits, int64_t lo, int64_t hi, int64_t start) {
 
 // Calls stage(backend functions' context, ...) of the device that `like` is on, with that device current.
 #if defined(CUDA_KERNEL)
-#define DCE_CALL(like, stage, ...)                                                          \
-  if ((like).is_cuda()) {                                                                   \
-    const torch::stable::accelerator::DeviceGuard guard((like).get_device_index());         \
-    void* stream = nullptr;                                                                 \
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream((like).get_device_index(), &stream)); \
-    cuda::stage(__VA_ARGS__, cuda::Context{stream});                                        \
-  } else {                                                                                  \
-    cpu::stage(__VA_ARGS__, cpu::Context{});                                                \
-  }
+#define DCE_CALL(like, stage, ...)                                                                    \
+  do {                                                                                                \
+    if ((like).is_cuda()) {                                                                           \
+      const torch::stable::accelerator::DeviceGuard guard((like).get_device_index());                 \
+      void* stream = nullptr;                                                                         \
+      TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream((like).get_device_index(), &stream)); \
+      cuda::stage(__VA_ARGS__, cuda::Context{stream});                                                \
+    } else {                                                                                          \
+      cpu::stage(__VA_ARGS__, cpu::Context{});                                                        \
+    }                                                                                                 \
+  } while (false)
 #else
 #define DCE_CALL(like, stage, ...) cpu::stage(__VA_ARGS__, cpu::Context{})
 #endif
@@ -106,7 +114,7 @@ Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, in
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index) {
-  const Logits x = view_logits(logits);
+  const Logits x = view_vocabulary(logits);
   const Targets t = view_targets(targets, logits, x.rows, ignore_index);
   const float* max = float_rows(rowmax, "global_rowmax", logits, x.rows);
   check_vector(digits, "den_digits", logits, x.rows);
@@ -116,41 +124,89 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const 
   return {out.loss, out.denom, out.state, out.status};
 }
 
+namespace {
+
+// Checked inputs of a whole batch, and what its forward writes.
+struct Batch {
+  Logits x;
+  Targets t;
+  RowTensors rows;
+  Tensor max, digits, sums;
+  int64_t reduction;
+  Batch(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index)
+      : x(view_vocabulary(logits)),
+        t(view_targets(targets, logits, x.rows, ignore_index)),
+        rows(logits, x.rows),
+        max(empty(logits, {x.rows}, ScalarType::Float)),
+        digits(empty(logits, {x.rows, kWords}, ScalarType::Long)),
+        sums(empty(logits, {reduction == kNone ? 0 : kSumWords}, ScalarType::Long)),
+        reduction(reduction) {
+    STD_TORCH_CHECK(reduction == kNone || reduction == kMean || reduction == kSum, "reduction: expected 0, 1 or 2, got ", reduction);
+    if (reduction != kNone) DCE_CALL(logits, count_targets, t, x.rows, sums.mutable_data_ptr<int64_t>());
+  }
+  const int64_t* mean_words() const { return reduction == kMean ? sums.const_data_ptr<int64_t>() : nullptr; }
+  Tensor reduce(const Tensor& logits) const {
+    if (reduction == kNone) return rows.loss;
+    Tensor out = empty(logits, {}, ScalarType::Float);
+    DCE_CALL(logits, sum_losses, rows.loss.const_data_ptr<float>(), t, x.rows, sums.mutable_data_ptr<int64_t>());
+    DCE_CALL(logits, round_sums, sums.const_data_ptr<int64_t>(), reduction == kMean, out.mutable_data_ptr<float>());
+    return out;
+  }
+};
+
+// Checked inputs of a gradient.
+struct GradInputs {
+  Logits x;
+  Targets t;
+  const float* max;
+  const double* state;
+  Upstream upstream;
+  GradInputs(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& row_state, const std::optional<Tensor>& sums, int64_t ignore_index)
+      : x(view_vocabulary(logits)), t(view_targets(targets, logits, x.rows, ignore_index)), max(float_rows(rowmax, "rowmax", logits, x.rows)) {
+    check_vector(row_state, "state", logits, x.rows);
+    STD_TORCH_CHECK(row_state.dim() == 2 && row_state.size(1) == 2 && row_state.scalar_type() == ScalarType::Double, "state: expected float64 [N, 2]");
+    state = row_state.const_data_ptr<double>();
+    STD_TORCH_CHECK(grad_out.scalar_type() == ScalarType::Float && (grad_out.dim() == 0 || (grad_out.dim() == 1 && grad_out.size(0) == x.rows)),
+                    "grad_out: expected float32 [] or [N]");
+    upstream = {grad_out.const_data_ptr<float>(), grad_out.dim() == 0 ? 0 : grad_out.stride(0), nullptr};
+    if (!sums.has_value()) return;
+    STD_TORCH_CHECK(sums->numel() == kSumWords && sums->scalar_type() == ScalarType::Long && sums->is_contiguous(), "sums: expected int64 [", kSumWords, "]");
+    upstream.sums = sums->const_data_ptr<int64_t>();
+  }
+};
+
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
-  const Logits x = view_logits(logits);
-  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
-  STD_TORCH_CHECK(reduction == kNone || reduction == kMean || reduction == kSum, "reduction: expected 0, 1 or 2, got ", reduction);
-  const RowTensors rows(logits, x.rows);
-  Tensor max = empty(logits, {x.rows}, ScalarType::Float);
-  Tensor digits = empty(logits, {x.rows, kWords}, ScalarType::Long);
-  if (x.rows > 0) DCE_CALL(logits, forward, x, t, digits.mutable_data_ptr<int64_t>(), max.mutable_data_ptr<float>(), rows.view());
-  Tensor sums = empty(logits, {reduction == kNone ? 0 : kSumWords}, ScalarType::Long);
-  if (reduction == kNone) return {rows.loss, max, rows.denom, rows.state, sums, rows.status};
-  Tensor out = empty(logits, {}, ScalarType::Float);
-  DCE_CALL(logits, sum_losses, rows.loss.const_data_ptr<float>(), t, x.rows, sums.mutable_data_ptr<int64_t>());
-  DCE_CALL(logits, round_sums, sums.const_data_ptr<int64_t>(), reduction == kMean, out.mutable_data_ptr<float>());
-  return {out, max, rows.denom, rows.state, sums, rows.status};
+  const Batch b(logits, targets, reduction, ignore_index);
+  if (b.x.rows > 0) DCE_CALL(logits, forward, b.x, b.t, b.digits.mutable_data_ptr<int64_t>(), b.max.mutable_data_ptr<float>(), b.rows.view());
+  return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_grad(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
+  STD_TORCH_CHECK(reduction != kNone, "reduction: expected 1 or 2, got 0");
+  const Batch b(logits, targets, reduction, ignore_index);
+  Tensor grad = empty(logits, {b.x.rows, b.x.columns}, logits.scalar_type());
+  if (b.x.rows > 0)
+    DCE_CALL(logits, forward_backward, b.x, b.t, b.digits.mutable_data_ptr<int64_t>(), b.max.mutable_data_ptr<float>(), b.rows.view(), b.mean_words(), grad.mutable_data_ptr());
+  return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, grad};
+}
+
+void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
+                  int64_t ignore_index) {
+  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
+  STD_TORCH_CHECK(grad_out.dim() == 0, "grad_out: expected float32 []");
+  STD_TORCH_CHECK(grad.is_contiguous() && grad.dim() == 2 && grad.size(0) == in.x.rows && grad.size(1) == in.x.columns && grad.scalar_type() == logits.scalar_type(),
+                  "grad: expected contiguous, shape and dtype of logits");
+  if (in.x.rows > 0) DCE_CALL(logits, backward_unless_one, in.x, in.t, in.max, in.state, in.upstream, grad.mutable_data_ptr());
 }
 
 Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                    int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start) {
-  const Logits x = view_logits(logits);
-  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
-  const float* max = float_rows(rowmax, "rowmax", logits, x.rows);
-  check_vector(state, "state", logits, x.rows);
-  STD_TORCH_CHECK(state.dim() == 2 && state.size(1) == 2 && state.scalar_type() == ScalarType::Double, "state: expected float64 [N, 2]");
-  STD_TORCH_CHECK(grad_out.scalar_type() == ScalarType::Float && (grad_out.dim() == 0 || (grad_out.dim() == 1 && grad_out.size(0) == x.rows)),
-                  "grad_out: expected float32 [] or [N]");
-  const int64_t grad_stride = grad_out.dim() == 0 ? 0 : grad_out.stride(0);
-  const int64_t* count_words = nullptr;
-  if (sums.has_value()) {
-    STD_TORCH_CHECK(sums->numel() == kSumWords && sums->scalar_type() == ScalarType::Long && sums->is_contiguous(), "sums: expected int64 [", kSumWords, "]");
-    count_words = sums->const_data_ptr<int64_t>();
-  }
-  const Shard part = shard(x, v_lo, v_hi, v_start);
-  Tensor out = empty(logits, {x.rows, v_hi - v_lo}, logits.scalar_type());
-  if (x.rows > 0 && v_hi > v_lo)
-    DCE_CALL(logits, backward, x, t, max, state.const_data_ptr<double>(), grad_out.const_data_ptr<float>(), grad_stride, count_words, part, out.mutable_data_ptr());
+  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
+  const Shard part = shard(in.x, v_lo, v_hi, v_start);
+  Tensor out = empty(logits, {in.x.rows, v_hi - v_lo}, logits.scalar_type());
+  if (in.x.rows > 0 && v_hi > v_lo) DCE_CALL(logits, backward, in.x, in.t, in.max, in.state, in.upstream, part, out.mutable_data_ptr());
   return out;
 }
 
@@ -160,6 +216,7 @@ Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_ind
   const float* l = float_rows(loss, "loss", loss, rows);
   const Targets t = view_targets(targets, loss, rows, ignore_index);
   Tensor sums = empty(loss, {kSumWords}, ScalarType::Long);
+  DCE_CALL(loss, count_targets, t, rows, sums.mutable_data_ptr<int64_t>());
   DCE_CALL(loss, sum_losses, l, t, rows, sums.mutable_data_ptr<int64_t>());
   return sums;
 }

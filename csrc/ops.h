@@ -20,6 +20,11 @@ Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, in
 std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index);
 // out, rowmax, denom, state, sums, status
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index);
+// The same for a mean or a sum, and the gradient for an upstream gradient of 1.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_grad(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index);
+// grad as cross_entropy_grad left it becomes the gradient for grad_out, float32 [].
+void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
+                  int64_t ignore_index);
 Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                    int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start);
 Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index);

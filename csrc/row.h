@@ -152,6 +152,14 @@ DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t targe
   if (words[kTagWord] != shard_tag(row_max, 0, columns)) out.status |= kBadCover;
   if (out.status & ~kBadTarget) return out;
 
+  // no row sums to less than its maximum's own term: the given maximum is above every logit
+  const RowFrame frame = row_frame(row_max);
+  int64_t rest[kDigits], own[kDigits] = {0, 0, 0, 0, 0, 0};
+  add_shifted(own, term_significand(term(add32(row_max, -frame.shift))), frame.n_max - frame.base);
+  for (int i = 0; i < kDigits; ++i) rest[i] = words[i] - own[i];
+  carry(rest);
+  if (rest[kDigits - 1] < 0) out.status |= kBadDigits;
+
   RowSums sums;
   out.status |= row_sums(words, row_max, has_target, x_target, sums);
   if (out.status & kBadDigits) return out;

@@ -28,9 +28,8 @@ DCE_FN LossTerm loss_term(float loss) {
   return out;
 }
 
-// One counted loss into the words.
+// One counted loss into the words, but for the count.
 DCE_FN void add_loss(float loss, int64_t* words) {
-  words[kCountWord] += 1;
   if (!is_finite(loss)) {
     words[kPlusInfWord] += is_nan(loss) || loss > 0;
     words[kMinusInfWord] += is_nan(loss) || loss < 0;
@@ -97,7 +96,7 @@ DCE_FN float round_sum(const int64_t* words, bool mean) {
   }
   q |= static_cast<uint64_t>(sticky || a != 0);
   const float r = static_cast<float>(mul64(static_cast<double>(q), pow2(k - 149)));
-  return negative ? -r : r;
+  return negative && r != 0.0f ? -r : r;
 }
 
 }  // namespace dce

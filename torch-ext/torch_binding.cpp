@@ -9,20 +9,24 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("denom_digits(Tensor logits, Tensor rowmax, int v_lo, int v_hi, int v_start) -> Tensor");
   ops.def("finalize(Tensor digits, Tensor logits, Tensor targets, Tensor rowmax, int ignore_index) -> (Tensor loss, Tensor denom, Tensor state, Tensor status)");
   ops.def("cross_entropy(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status)");
+  ops.def("cross_entropy_grad(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status, Tensor grad)");
+  ops.def("rescale_grad(Tensor(a!) grad, Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index) -> ()");
   ops.def("grad_logits(Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index, int v_lo, int v_hi, int v_start) -> Tensor");
   ops.def("loss_digits(Tensor loss, Tensor targets, int ignore_index) -> Tensor");
   ops.def("reduce_digits(Tensor sums, bool mean) -> Tensor");
   ops.def("term(Tensor x) -> (Tensor significand, Tensor exponent)");
 }
 
-#define DCE_BIND(ops)                                        \
-  ops.impl("rowmax", TORCH_BOX(&dce::rowmax));               \
-  ops.impl("denom_digits", TORCH_BOX(&dce::denom_digits));   \
-  ops.impl("finalize", TORCH_BOX(&dce::finalize));           \
-  ops.impl("cross_entropy", TORCH_BOX(&dce::cross_entropy)); \
-  ops.impl("grad_logits", TORCH_BOX(&dce::grad_logits));     \
-  ops.impl("loss_digits", TORCH_BOX(&dce::loss_digits));     \
-  ops.impl("reduce_digits", TORCH_BOX(&dce::reduce_digits)); \
+#define DCE_BIND(ops)                                                  \
+  ops.impl("rowmax", TORCH_BOX(&dce::rowmax));                         \
+  ops.impl("denom_digits", TORCH_BOX(&dce::denom_digits));             \
+  ops.impl("finalize", TORCH_BOX(&dce::finalize));                     \
+  ops.impl("cross_entropy", TORCH_BOX(&dce::cross_entropy));           \
+  ops.impl("cross_entropy_grad", TORCH_BOX(&dce::cross_entropy_grad)); \
+  ops.impl("rescale_grad", TORCH_BOX(&dce::rescale_grad));             \
+  ops.impl("grad_logits", TORCH_BOX(&dce::grad_logits));               \
+  ops.impl("loss_digits", TORCH_BOX(&dce::loss_digits));               \
+  ops.impl("reduce_digits", TORCH_BOX(&dce::reduce_digits));           \
   ops.impl("term", TORCH_BOX(&dce::term_parts));
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { DCE_BIND(ops) }

@@ -163,23 +163,35 @@ void finalize(const int64_t* digits, const Logits& logits, const Targets& target
   });
 }
 
-void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, Context context) {
-  const Shard whole = {0, logits.columns, 0};
-  if (Cut(logits.rows, logits.columns).pieces > 1) {
-    row_max(logits, whole, row_max_out, context);
-    denom_digits(logits, row_max_out, whole, digits, context);
-    finalize(digits, logits, targets, row_max_out, out, context);
-    for (int64_t row = 0; row < logits.rows; ++row)
-      if (out.status[row] & kIgnored) row_max_out[row] = -HUGE_VALF;
-    return;
+namespace {
+
+// The gradient of a stretch of a row that begins at column `begin` of the vocabulary.
+template <class T>
+void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t ignore_index, float max, RowScale f, T* to) {
+  if (target == ignore_index) {
+    std::memset(to, 0, n * sizeof(T));
+  } else if (!is_finite(f.scale)) {
+    for (int64_t j = 0; j < n; ++j) narrow(from_bits(kNaN32), to[j]);
+  } else {
+    loops_for(T{}).gradient(x, to, n, row_frame(max), f.scale);
+    if (target >= begin && target - begin < n) narrow(f.target, to[target - begin]);
   }
+}
+
+double upstream_of(const Upstream& u, int64_t row) {
+  return upstream(u.grad ? u.grad[row * u.stride] : 1.0f, u.sums ? u.sums[kCountWord] : 0);
+}
+
+// Forward, row by row while it is in the cache; and the gradient, if grad is not null.
+void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_out, const RowOutputs& out, const int64_t* sums, void* grad) {
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
     parallel(logits.rows, logits.columns, [&](int64_t row) {
       int64_t words[kWords] = {0, 0, 0, 0, 0, 0, 0, 0};
       float max = -HUGE_VALF;
-      if (target_at(targets, row) != targets.ignore_index) {
-        const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride;
+      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride;
+      const int64_t target = target_at(targets, row);
+      if (target != targets.ignore_index) {
         max = from_order_image(loops_for(T{}).max_image(x, logits.columns));
         if (!is_degenerate(max)) loops_for(T{}).digits(x, logits.columns, row_frame(max), words);
         words[kColumnsWord] = logits.columns;
@@ -187,42 +199,57 @@ void forward(const Logits& logits, const Targets& targets, int64_t* digits, floa
       }
       row_max_out[row] = max;
       finalize_one<T>(words, logits, targets, max, out, row);
+      if (grad == nullptr) return;
+      const RowScale f = row_scale(upstream_of({nullptr, 0, sums}, row), {out.state[2 * row], out.state[2 * row + 1]});
+      gradient_of(x, logits.columns, 0, target, targets.ignore_index, max, f, static_cast<T*>(grad) + row * logits.columns);
     });
   });
 }
 
-void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const float* grad, int64_t grad_stride,
-              const int64_t* sums, const Shard& shard, void* out, Context) {
+}  // namespace
+
+void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, Context context) {
+  if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, nullptr, nullptr);
+  const Shard whole = {0, logits.columns, 0};
+  row_max(logits, whole, row_max_out, context);
+  denom_digits(logits, row_max_out, whole, digits, context);
+  finalize(digits, logits, targets, row_max_out, out, context);
+  for (int64_t row = 0; row < logits.rows; ++row)
+    if (out.status[row] & kIgnored) row_max_out[row] = -HUGE_VALF;
+}
+
+void forward_backward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, const int64_t* sums, void* grad, Context context) {
+  if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, sums, grad);
+  forward(logits, targets, digits, row_max_out, out, context);
+  backward(logits, targets, row_max_out, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, context);
+}
+
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, Context) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
     parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
-      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length;
-      int64_t length = n - begin;
-      if (length <= 0) return;
-      if (length > cut.length) length = cut.length;
+      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
+      if (left <= 0) return;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      T* to = static_cast<T*>(out) + row * n + begin;
-      const int64_t target = target_at(targets, row);
-      if (target == targets.ignore_index) {
-        std::memset(to, 0, length * sizeof(T));
-        return;
-      }
-      const RowScale f = row_scale(upstream(grad[row * grad_stride], sums ? sums[kCountWord] : 0), {state[2 * row], state[2 * row + 1]});
-      if (!is_finite(f.scale)) {
-        for (int64_t j = 0; j < length; ++j) narrow(from_bits(kNaN32), to[j]);
-        return;
-      }
-      loops_for(T{}).gradient(x, to, length, row_frame(row_max[row]), f.scale);
-      const int64_t at = target - shard.start - shard.lo - begin;
-      if (at >= 0 && at < length) narrow(f.target, to[at]);
+      const RowScale f = row_scale(upstream_of(upstream, row), {state[2 * row], state[2 * row + 1]});
+      gradient_of(x, left < cut.length ? left : cut.length, shard.start + shard.lo + begin, target_at(targets, row), targets.ignore_index, row_max[row], f,
+                  static_cast<T*>(grad) + row * n + begin);
     });
   });
 }
 
-void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context) {
+void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, void* grad, Context context) {
+  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, state, upstream, {0, logits.columns, 0}, grad, context);
+}
+
+void count_targets(const Targets& targets, int64_t rows, int64_t* sums, Context) {
   std::memset(sums, 0, kSumWords * sizeof(int64_t));
+  for (int64_t row = 0; row < rows; ++row) sums[kCountWord] += target_at(targets, row) != targets.ignore_index;
+}
+
+void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context) {
   for (int64_t row = 0; row < rows; ++row)
     if (target_at(targets, row) != targets.ignore_index) add_loss(loss[row], sums);
 }

@@ -8,79 +8,24 @@ namespace {
 
 template <class T, bool kCheck>
 __global__ void __launch_bounds__(kAccumulatePolicy.threads) accumulate_kernel(Logits logits, Targets ignored, const float* row_max, Shard shard, Pieces pieces, int64_t* out) {
-  constexpr int kUnroll = kAccumulatePolicy.unroll, kThreads = kAccumulatePolicy.threads, kLanes = kVector<T>;
-  __shared__ uint64_t scratch[5 * (kThreads / kWarp)];
-  __shared__ int64_t below[kDigits];
+  __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
   const Piece piece(pieces, shard.hi - shard.lo);
-  int64_t* const words = out + piece.row * kWords;
   if (is_ignored(ignored, piece.row)) return;  // its digits are not looked at
   const float max = canonical_max(row_max[piece.row]);
-  const bool degenerate = is_degenerate(max);
-  if (threadIdx.x < kDigits) below[threadIdx.x] = 0;
-  __syncthreads();
-
-  const RowFrame frame = row_frame(degenerate ? 0.0f : max);
-  const Anchors anchors(frame);
-  const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
-  Windows w;
-  uint64_t faults = 0;
-  int since_fold = 0;
-  const int64_t count = degenerate && !(kCheck && max < 0) ? 0 : row.count();
-  for (int64_t i = threadIdx.x; i < count; i += kUnroll * kThreads) {
-    Vector<T> v[kUnroll];
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      float x[kLanes];
-      float top = -INFINITY;
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) {
-        x[j] = widen(v[u].lane[j]);
-        if (kCheck) top = max_or_nan(top, x[j]);
-        x[j] = add32(x[j], -frame.shift);
-      }
-      if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
-#pragma unroll
-        for (int j = 0; j < kLanes; ++j) {
-          const bool faulty = !(widen(v[u].lane[j]) <= max);
-          faults += faulty;
-          if (faulty) x[j] = -INFINITY;
-        }
-      }
-      if (!degenerate) add_terms(w, x, anchors, below);
-    }
-    since_fold += kUnroll * kLanes;
-    if (since_fold > Windows::kFlush - kUnroll * kLanes) {
-      w.fold();
-      since_fold = 0;
-    }
-  }
-  w.fold();
-
-  uint64_t total[5] = {w.near_low, w.near_high, w.far_low, w.far_high, faults};
-  block_sum(total, scratch);  // its barriers also complete `below`
+  const int64_t first = shard.lo + piece.begin;  // column of the tensor
+  const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + first, piece.length);
+  int64_t words[kWords];
+  sum_stretch<T, kCheck, kAccumulatePolicy.threads, kAccumulatePolicy.unroll>(row, max, words, scratch);
   if (threadIdx.x != 0) return;
-  int64_t digits[kDigits];
+  words[kTagWord] = piece.length > 0 ? shard_tag(max, shard.start + first, shard.start + first + piece.length) : 0;
+  int64_t* const to = out + piece.row * kWords;
 #pragma unroll
-  for (int i = 0; i < kDigits; ++i) digits[i] = below[i];
-  if (!degenerate) {
-    const int near_bit = frame.n_max - 31 - frame.base;  // 97..128
-    add_shifted(digits, total[0] + (static_cast<uint128>(total[1]) << 32), near_bit);
-    add_shifted(digits, total[2] + (static_cast<uint128>(total[3]) << 32), near_bit - 32);
-  }
-  const int64_t columns = piece.length + static_cast<int64_t>(total[4]) * kOneFault;
-  const int64_t tag = piece.length > 0 ? shard_tag(max, shard.start + shard.lo + piece.begin, shard.start + shard.lo + piece.begin + piece.length) : 0;
-  if (pieces.pieces == 1) {
-#pragma unroll
-    for (int i = 0; i < kDigits; ++i) words[i] = digits[i];
-    words[kColumnsWord] = columns;
-    words[kTagWord] = tag;
-  } else {
-#pragma unroll
-    for (int i = 0; i < kDigits; ++i) atomic_add(&words[i], digits[i]);
-    atomic_add(&words[kColumnsWord], columns);
-    atomic_add(&words[kTagWord], tag);
+  for (int i = 0; i < kWords; ++i) {
+    if (pieces.pieces == 1) {
+      to[i] = words[i];
+    } else {
+      atomic_add(&to[i], words[i]);
+    }
   }
 }
 

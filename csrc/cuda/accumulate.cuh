@@ -1,4 +1,4 @@
-// One thread's share of a row's exact sum, for a known frame: the hot loop (SPEC 3 and 4).
+// The exact sum of a stretch of a row: the hot loop (SPEC 3 and 4).
 #pragma once
 
 #include "device.cuh"
@@ -6,70 +6,115 @@
 namespace dce {
 namespace cuda {
 
-// Terms go to one of three places by s = n - (n_max - 31): window `near` (s in [0, 31]), window `far` (s in [-32, -1]), or, rarely, straight to the digits in shared memory.
-// A window's uint64 holds kFlush terms below 2^24 * 2^31; fold() moves it to two wider halves.
+// Terms are counted from the exponent of some maximum, `top`: s = n - (top - 31). Window `near` takes s in [0, 31], window `far` s in [-32, -1]; lower ones are
+// rare and somebody else's. A window is a uint64 that holds kWindowTerms terms below 2^24 * 2^31.
+constexpr int kWindowTerms = 512;
+constexpr uint32_t kDeepest = static_cast<uint32_t>(-160);  // no kept term lies lower than s = -160 (SPEC 4)
+
 struct Windows {
-  static constexpr int kFlush = 512;
-  uint64_t near, far;
-  uint64_t near_low, near_high, far_low, far_high;  // halves: sums of the low and of the high 32 bits
-  __device__ __forceinline__ Windows() : near(0), far(0), near_low(0), near_high(0), far_low(0), far_high(0) {}
-  __device__ __forceinline__ void fold() {
-    near_low += static_cast<uint32_t>(near);
-    near_high += near >> 32;
-    far_low += static_cast<uint32_t>(far);
-    far_high += far >> 32;
-    near = far = 0;
+  uint64_t near = 0, far = 0;
+};
+
+// Adds the terms of x to the windows, and calls below(s, j) for each of x[j] whose s lies in [-160, -33].
+template <int kCount, class Below>
+__device__ __forceinline__ void add_terms(Windows& w, const float (&x)[kCount], float magic, const Below& below) {
+  uint32_t p[kCount], s[kCount];
+  uint32_t lowest = 0;  // the s of a term below `near`, as uint32, is larger than any other, that of -inf and of all that has no term included
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const Term e = term(x[j], magic);
+    p[j] = term_significand(e);
+    s[j] = bits(e.z) - kMagicBits;
+    lowest = max(lowest, s[j]);
+    // out of the window the weight is 0, whatever p is
+    w.near += static_cast<uint64_t>(p[j]) * one_shifted(s[j]);
   }
-};
+  if (lowest >= kDeepest) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      w.far += static_cast<uint64_t>(p[j]) * one_shifted(s[j] + 32);
+      if (s[j] >= kDeepest && s[j] < static_cast<uint32_t>(-32)) below(static_cast<int32_t>(s[j]), j);
+    }
+  }
+}
 
-// What a row's frame means to the loop.
-struct Anchors {
-  float shift;
-  uint32_t near;  // bits of z at s = 0
-  float lowest_near, lowest_far, lowest_kept;  // as z
-  int32_t base;
-  __device__ __forceinline__ explicit Anchors(const RowFrame& f)
-      : shift(f.shift),
-        near(kMagicBits + static_cast<uint32_t>(f.n_max - 31)),
-        lowest_near(kMagic + static_cast<float>(f.n_max - 31)),
-        lowest_far(kMagic + static_cast<float>(f.n_max - 63)),
-        lowest_kept(kMagic + static_cast<float>(f.base)),
-        base(f.base) {}
-};
-
-// Terms below both windows, into the block's digits.
-__device__ __noinline__ void add_below_windows(float x, int32_t base, int64_t* digits) {
+// Term with exponent base + shift, into digits in shared memory.
+static __device__ __noinline__ void add_below_windows(float x, int32_t base, int64_t* digits) {
   const Term e = term(x);
   const int shift = term_exponent(e) - base;
+  if (shift < 0) return;
   const uint64_t v = static_cast<uint64_t>(term_significand(e)) << (shift & 31);
   atomic_add(&digits[shift >> 5], static_cast<int64_t>(v & 0xFFFFFFFFu));
   atomic_add(&digits[(shift >> 5) + 1], static_cast<int64_t>(v >> 32));
 }
 
-template <int kCount>
-__device__ __forceinline__ void add_terms(Windows& w, const float (&x)[kCount], const Anchors& a, int64_t* digits) {
-  uint32_t p[kCount], s[kCount];
-  float z_min = INFINITY;
+template <int kThreads>
+struct SumScratch {
+  uint64_t partial[5 * (kThreads / kWarp)];
+  int64_t below[kDigits];
+};
+
+// A block's sum of a stretch of a row whose maximum is known: words[0..7] of the row, in thread 0; its tag is left to the caller. With kCheck, faulty columns add
+// nothing and are counted. `max` is canonical. All threads call.
+template <class T, bool kCheck, int kThreads, int kUnroll>
+__device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max, int64_t* words, SumScratch<kThreads>& scratch) {
+  constexpr int kLanes = kVector<T>;
+  const bool degenerate = is_degenerate(max);
+  if (threadIdx.x < kDigits) scratch.below[threadIdx.x] = 0;
+  __syncthreads();
+
+  const RowFrame frame = row_frame(degenerate ? 0.0f : max);
+  const float near_magic = magic(frame.n_max - 31);
+  Windows w;
+  uint64_t near_low = 0, near_high = 0, far_low = 0, far_high = 0;  // sums of the windows' halves
+  uint64_t faults = 0;
+  int terms = 0;
+  const int64_t count = degenerate && !(kCheck && max < 0) ? 0 : row.count();
+  for (int64_t i = threadIdx.x; i < count; i += kUnroll * kThreads) {
+    Vector<T> v[kUnroll];
 #pragma unroll
-  for (int j = 0; j < kCount; ++j) {
-    const Term e = term(x[j]);
-    p[j] = term_significand(e);
-    s[j] = bits(e.z) - a.near;
-    z_min = fminf(z_min, e.z);
-    // where there is no term, or it lies lower, the shift is out of range and the weight 0, whatever p is
-    w.near += static_cast<uint64_t>(p[j]) * one_shifted(s[j]);
-  }
-  if (z_min < a.lowest_near) {
+    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) w.far += static_cast<uint64_t>(p[j]) * one_shifted(s[j] + 32);
-    if (z_min < a.lowest_far) {
+    for (int u = 0; u < kUnroll; ++u) {
+      float x[kLanes];
+      float top = -INFINITY;
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const float z = from_bits(s[j] + a.near);
-        if (z < a.lowest_far && z >= a.lowest_kept) add_below_windows(x[j], a.base, digits);
+      for (int j = 0; j < kLanes; ++j) {
+        x[j] = widen(v[u].lane[j]);
+        if (kCheck) top = max_or_nan(top, x[j]);
+        x[j] = add32(x[j], -frame.shift);
       }
+      if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
+#pragma unroll
+        for (int j = 0; j < kLanes; ++j) {
+          const bool faulty = !(widen(v[u].lane[j]) <= max);
+          faults += faulty;
+          if (faulty) x[j] = -INFINITY;
+        }
+      }
+      if (!degenerate) add_terms(w, x, near_magic, [&](int32_t, int j) { add_below_windows(x[j], frame.base, scratch.below); });
+    }
+    terms += kUnroll * kLanes;
+    if (terms > kWindowTerms - kUnroll * kLanes) {
+      near_low += static_cast<uint32_t>(w.near);
+      near_high += w.near >> 32;
+      far_low += static_cast<uint32_t>(w.far);
+      far_high += w.far >> 32;
+      w = Windows();
+      terms = 0;
     }
   }
+  uint64_t total[5] = {near_low + static_cast<uint32_t>(w.near), near_high + (w.near >> 32), far_low + static_cast<uint32_t>(w.far), far_high + (w.far >> 32), faults};
+  block_sum(total, scratch.partial);  // its barriers also complete `below`
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int i = 0; i < kDigits; ++i) words[i] = scratch.below[i];
+  if (!degenerate) {
+    const int near_bit = frame.n_max - 31 - frame.base;  // 97..128
+    add_shifted(words, total[0] + (static_cast<uint128>(total[1]) << 32), near_bit);
+    add_shifted(words, total[2] + (static_cast<uint128>(total[3]) << 32), near_bit - 32);
+  }
+  words[kColumnsWord] = row.length + static_cast<int64_t>(total[4]) * kOneFault;
 }
 
 }  // namespace cuda

@@ -80,6 +80,8 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return m;
 }
 
+__device__ __forceinline__ __nv_bfloat162 max_or_nan(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2_nan(a, b); }
+
 // 1 << s; 0 for every s outside [0, 31].
 __device__ __forceinline__ uint32_t one_shifted(uint32_t s) {
   uint32_t w;

@@ -1,5 +1,5 @@
-// From digits to loss, denominator and row state, one row a thread (SPEC 6); and forward, the stages in order.
-#include "launch.h"
+// From digits to loss, denominator and row state, one row a thread (SPEC 6); and the order of the stages.
+#include "fused.h"
 
 namespace dce {
 namespace cuda {
@@ -31,10 +31,21 @@ void finalize(const int64_t* digits, const Logits& logits, const Targets& target
 }
 
 void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, Context context) {
-  const Shard whole = {0, logits.columns, 0};
-  row_max_of(logits, targets, whole, row_max, context);
-  accumulate(logits, targets, row_max, whole, digits, false, context);
+  if (!fused(logits, targets, nullptr, row_max, digits, out.status, nullptr, context)) {
+    const Shard whole = {0, logits.columns, 0};
+    row_max_of(logits, targets, whole, row_max, context);
+    accumulate(logits, targets, row_max, whole, digits, false, context);
+  }
   finalize(digits, logits, targets, row_max, out, context);
+}
+
+void forward_backward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, const int64_t* sums, void* grad, Context context) {
+  if (fused(logits, targets, sums, row_max, digits, out.status, grad, context)) {
+    finalize(digits, logits, targets, row_max, out, context);
+  } else {
+    forward(logits, targets, digits, row_max, out, context);
+    backward(logits, targets, row_max, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, context);
+  }
 }
 
 }  // namespace cuda

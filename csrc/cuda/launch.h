@@ -28,6 +28,13 @@ struct Policy {
 constexpr Policy kRowMaxPolicy = {256, 4, 32768, 16};
 constexpr Policy kAccumulatePolicy = {256, 4, 32768, 16};
 constexpr Policy kBackwardPolicy = {256, 4, 16384, 16};
+// The fused kernel (fused.cu): rows in shared memory.
+struct FusedPolicy {
+  int64_t least_row_bytes;    // shorter rows go stage by stage: the exchange would cost more than the read it saves
+  int64_t least_slice_bytes;  // of a row a block
+  int64_t least_slots;        // rows in flight a block: one summed, one whose gradient is written, one loaded
+};
+constexpr FusedPolicy kFusedPolicy = {4096, 8192, 3};
 
 inline int processors() {
   int device = 0, count = 0;

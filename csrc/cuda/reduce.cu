@@ -1,4 +1,4 @@
-// Exact sum of the rows' losses and its rounding (SPEC 8); and the term by itself, for the exhaustive test.
+// The count of rows, the exact sum of their losses, and its rounding (SPEC 8); and the term by itself, for the exhaustive test.
 #include "../sums.h"
 #include "launch.h"
 
@@ -22,9 +22,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* lo
     const bool plus = is_nan(l) || (!is_finite(l) && l > 0), minus = is_nan(l) || (!is_finite(l) && l < 0);
     const unsigned all = 0xFFFFFFFFu;
     const int lane = threadIdx.x % kWarp;
-    const int n = __popc(__ballot_sync(all, counted)), n_plus = __popc(__ballot_sync(all, plus)), n_minus = __popc(__ballot_sync(all, minus));
+    const int n_plus = __popc(__ballot_sync(all, plus)), n_minus = __popc(__ballot_sync(all, minus));
     if (lane == 0) {
-      atomic_add(&words[kCountWord], n);
       if (n_plus) atomic_add(&words[kPlusInfWord], n_plus);
       if (n_minus) atomic_add(&words[kMinusInfWord], n_minus);
     }
@@ -47,6 +46,14 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* lo
   if (threadIdx.x < kSumWords && words[threadIdx.x] != 0) atomic_add(&sums[threadIdx.x], words[threadIdx.x]);
 }
 
+__global__ void __launch_bounds__(kSumThreads) count_targets_kernel(Targets targets, int64_t rows, int64_t* sums) {
+  int64_t mine = 0;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * kSumThreads;
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x; row < rows; row += stride) mine += target_at(targets, row) != targets.ignore_index;
+  const int count = __reduce_add_sync(0xFFFFFFFFu, static_cast<int>(mine));
+  if (threadIdx.x % kWarp == 0 && count != 0) atomic_add(&sums[kCountWord], count);
+}
+
 __global__ void round_sums_kernel(const int64_t* sums, bool mean, float* out) { *out = round_sum(sums, mean); }
 
 __global__ void terms_kernel(const float* x, int64_t count, int32_t* significand, int32_t* exponent) {
@@ -59,12 +66,23 @@ __global__ void terms_kernel(const float* x, int64_t count, int32_t* significand
 
 }  // namespace
 
-void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
-  const cudaStream_t stream = stream_of(context);
-  check(cudaMemsetAsync(sums, 0, kSumWords * sizeof(int64_t), stream), "cudaMemsetAsync");
-  if (rows == 0) return;
+namespace {
+unsigned sum_blocks(int64_t rows) {
   const int64_t blocks = (rows + kSumThreads - 1) / kSumThreads;
-  sum_losses_kernel<<<static_cast<unsigned>(blocks < 256 ? blocks : 256), kSumThreads, 0, stream>>>(loss, targets, rows, sums);
+  return static_cast<unsigned>(blocks < 256 ? blocks : 256);
+}
+}  // namespace
+
+void count_targets(const Targets& targets, int64_t rows, int64_t* sums, Context context) {
+  check(cudaMemsetAsync(sums, 0, kSumWords * sizeof(int64_t), stream_of(context)), "cudaMemsetAsync");
+  if (rows == 0) return;
+  count_targets_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(targets, rows, sums);
+  check(cudaGetLastError(), "count_targets");
+}
+
+void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
+  if (rows == 0) return;
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums);
   check(cudaGetLastError(), "loss_digits");
 }
 

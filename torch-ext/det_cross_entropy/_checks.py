@@ -33,21 +33,38 @@ def tensor(name, value, dtypes, shape=None, device=None):
 def integer(name, value):
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}: expected a 64-bit integer, got {value}")
     return value
 
 
-def logits_rows(logits):
+def _rows(logits):
     """logits [..., V] as rows [N, V] with adjacent columns; a view wherever the layout has one."""
     tensor("logits", logits, LOGITS_DTYPES)
+    if logits.layout != torch.strided:
+        raise ValueError(f"logits: expected a dense tensor, got layout {logits.layout}")
     if logits.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"logits: expected on cpu or cuda, got {logits.device}")
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits: expected [..., V] with V >= 1, got shape {tuple(logits.shape)}")
+    if logits.dim() == 0:
+        raise ValueError(f"logits: expected [..., V], got shape {tuple(logits.shape)}")
     if logits.shape[-1] >= 2**31:
         raise ValueError(f"logits: expected V < 2**31, got V = {logits.shape[-1]}")
     rows = logits.flatten(0, -2) if logits.dim() > 2 else logits.unsqueeze(0) if logits.dim() == 1 else logits
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
+    return rows
+
+
+def shard_rows(logits):
+    """Rows of a piece that composes, outside autograd. V may be 0: a rank without columns."""
+    return _rows(logits).detach()
+
+
+def logits_rows(logits):
+    """Rows of a whole vocabulary: V >= 1."""
+    rows = _rows(logits)
+    if rows.shape[1] == 0:
+        raise ValueError(f"logits: expected [..., V] with V >= 1, got shape {tuple(logits.shape)}")
     return rows
 
 
@@ -71,8 +88,8 @@ def digits(den_digits, logits):
     return row_values("den_digits", den_digits, logits, torch.int64, (WORDS,))
 
 
-def sum_words(sums):
-    return tensor("sums", sums, (torch.int64,), (SUM_WORDS,)).contiguous()
+def sum_words(sums, device=None):
+    return tensor("sums", sums, (torch.int64,), (SUM_WORDS,), device).contiguous()
 
 
 def columns(v_lo, v_hi, size):

@@ -34,13 +34,25 @@ def _(digits, logits, targets, rowmax, ignore_index):
     return logits.new_empty(logits.shape[0], dtype=torch.float32), denom, state, status
 
 
-@torch.library.register_fake(add_op_namespace_prefix("cross_entropy"))
-def _(logits, targets, reduction, ignore_index):
+def _fake_cross_entropy(logits, targets, reduction, ignore_index):
     denom, state, status = _row_outputs(logits)
     rowmax = logits.new_empty(logits.shape[0], dtype=torch.float32)
     out = logits.new_empty(logits.shape[0] if reduction == NONE else (), dtype=torch.float32)
     sums = logits.new_empty(0 if reduction == NONE else SUM_WORDS, dtype=torch.int64)
     return out, rowmax, denom, state, sums, status
+
+
+torch.library.register_fake(add_op_namespace_prefix("cross_entropy"), _fake_cross_entropy)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("cross_entropy_grad"))
+def _(logits, targets, reduction, ignore_index):
+    return (*_fake_cross_entropy(logits, targets, reduction, ignore_index), logits.new_empty(logits.shape))
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rescale_grad"))
+def _(grad, grad_out, logits, targets, rowmax, state, sums, ignore_index):
+    return None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grad_logits"))
@@ -65,24 +77,32 @@ def _(x):
 
 def _save_for_backward(ctx, inputs, output):
     logits, targets, reduction, ignore_index = inputs
-    _, rowmax, denom, state, sums, status = output
-    ctx.mark_non_differentiable(rowmax, denom, state, sums, status)
+    _, rowmax, denom, state, sums, status = output[:6]
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, targets, rowmax, state, sums)
     ctx.mean, ctx.ignore_index = reduction == MEAN, ignore_index
+    # the gradient for an upstream of 1; an attribute and not a saved tensor, so that the first backward can give it away
+    ctx.grad_of_one = output[6] if len(output) > 6 else None
 
 
 def _backward(ctx, grad_out, *_):
     if grad_out is None:
         return None, None, None, None
     logits, targets, rowmax, state, sums = ctx.saved_tensors
-    grad = ops.grad_logits(
-        grad_out, logits, targets, rowmax, state, sums if ctx.mean else None, ctx.ignore_index, 0, logits.shape[1], 0
-    )
+    sums = sums if ctx.mean else None
+    grad, ctx.grad_of_one = ctx.grad_of_one, None
+    if grad is None or torch.is_grad_enabled():
+        grad = ops.grad_logits(
+            grad_out, logits, targets, rowmax, state, sums, ctx.ignore_index, 0, logits.shape[1], 0
+        )
+    else:
+        ops.rescale_grad(grad, grad_out, logits, targets, rowmax, state, sums, ctx.ignore_index)
     return grad, None, None, None
 
 
-torch.library.register_autograd(add_op_namespace_prefix("cross_entropy"), _backward, setup_context=_save_for_backward)
+for _name in ("cross_entropy", "cross_entropy_grad"):
+    torch.library.register_autograd(add_op_namespace_prefix(_name), _backward, setup_context=_save_for_backward)
 
 
 def _no_second_derivative(ctx, *_):

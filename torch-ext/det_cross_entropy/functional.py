@@ -33,7 +33,11 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, valid
     mode = check.reduction(reduction)
     check.integer("ignore_index", ignore_index)
     validated = check.wants_validation(validate, logits)
-    out, _, _, _, _, status = ops.cross_entropy(rows, target, mode, ignore_index)
+    if reduction != "none" and rows.requires_grad and torch.is_grad_enabled():
+        # value and gradient from one read of the logits; backward looks, on the device, whether its upstream gradient is the 1 assumed here
+        out, _, _, _, _, status, _ = ops.cross_entropy_grad(rows, target, mode, ignore_index)
+    else:
+        out, _, _, _, _, status = ops.cross_entropy(rows, target, mode, ignore_index)
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index)
     return out.reshape(targets.shape) if reduction == "none" else out
@@ -61,7 +65,7 @@ def rowmax(logits, v_lo=0, v_hi=None):
     A NaN anywhere gives NaN and a zero maximum is +0, so that shards combine by ``torch.stack(maxima).amax(0)`` in any order.
     Source: docs/SPEC.md, section 2.
     """
-    rows = check.logits_rows(logits)
+    rows = check.shard_rows(logits)
     v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
     return ops.rowmax(rows, v_lo, v_hi)
 
@@ -80,7 +84,7 @@ def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0):
 
     Source: docs/SPEC.md, section 4.
     """
-    rows = check.logits_rows(logits)
+    rows = check.shard_rows(logits)
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
     v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
     return ops.denom_digits(rows, maximum, v_lo, v_hi, check.start(v_start, v_hi))
@@ -99,7 +103,7 @@ def carry_digits(den_digits):
 
 
 def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate):
-    rows = check.logits_rows(logits)
+    rows = check.logits_rows(logits).detach()
     target = check.target_rows(targets, logits)
     words = check.digits(den_digits, logits)
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
@@ -139,7 +143,7 @@ def grad_logits(
     if grad_loss.dim() != 0:
         grad_loss = check.row_values("grad_loss", grad_loss, logits)
     v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
-    sums = None if sums is None else check.sum_words(sums)
+    sums = None if sums is None else check.sum_words(sums, logits.device)
     return ops.grad_logits(grad_loss, rows, target, maximum, state, sums, ignore_index, v_lo, v_hi, 0)
 
 

@@ -1,0 +1,548 @@
+// Sum and gradient in one pass: each row is read once, kept in the shared memory of a cluster of blocks, and its gradient for an upstream
+// gradient of 1 written from there. Compute capability 9.0 and later.
+//
+// A block holds a slice of the columns of several rows at a time, in a ring of slots. Its warps:
+//   loader    fills free slots by bulk copies, rows ahead of the rest;
+//   workers   sum their share of row i, each warp relative to the maximum of its own share, then write their share of the gradient of row i - 1;
+//   combiner  adds the warps' sums, exchanges them with the cluster's other blocks (integers: any order), and from the total makes the row's scale.
+// No warp waits for a block-wide barrier: the exchange of row i runs while the workers are busy with the gradient of row i - 1 and the sum of row i + 1.
+//
+// A row that this scheme cannot sum exactly (shifted, or spread so wide that a term may or may not be dropped depending on the maximum) is marked and done by fallback_kernel.
+#include "fused.h"
+
+#include <map>
+#include <mutex>
+#include <tuple>
+
+#include "../sums.h"
+#include "accumulate.cuh"
+#include "gradient.cuh"
+#include "pipeline.cuh"
+
+namespace dce {
+namespace cuda {
+namespace {
+
+constexpr int kWorkers = 20;  // warps
+constexpr int kCombiner = kWorkers, kLoader = kWorkers + 1;
+constexpr int kFusedThreads = (kWorkers + 2) * kWarp;
+constexpr int kMaxCluster = 16;
+constexpr int kMaxSlots = 6;
+constexpr uint32_t kBulkBytes = 16384;
+
+constexpr int32_t kNowhere = INT32_MIN / 2;  // below every exponent
+
+// The sum of a warp's share, relative to the share's own maximum.
+struct WarpSum {
+  uint32_t near[3], far[3];  // windows in pieces of 21 bits, summed over the lanes: each below 2^27
+  int32_t image;             // order image of the maximum
+  int32_t below;             // highest exponent below both windows, or kNowhere
+};
+// What a block tells the others of its slice.
+struct Mail {
+  int64_t digits[kDigits];  // relative to the slice's own maximum
+  int32_t image;
+  int32_t lowest;  // no term in digits has a lower exponent
+  int32_t below;   // highest exponent that is not in digits, or kNowhere
+  int32_t unused;
+};
+static_assert(sizeof(Mail) == 64, "eight words");
+
+enum RowMode : int32_t { kScaled, kZero, kNaN, kSkip };
+struct RowMessage {
+  RowScale scale;
+  int32_t n_max;
+  RowMode mode;
+};
+
+struct Control {
+  Barrier full[kMaxSlots];    // the slice has arrived
+  Barrier summed[kMaxSlots];  // every worker has left its sum
+  Barrier mailed[kMaxSlots];  // every block has left its mail
+  Barrier scaled[kMaxSlots];  // the combiner has left its message
+  Barrier empty[kMaxSlots];   // every worker and the combiner are done with the slot
+  WarpSum sum[kMaxSlots][kWorkers];
+  Mail mail[kMaxSlots][kMaxCluster];
+  RowMessage message[kMaxSlots];
+};
+
+struct Rows {
+  Logits logits;
+  Targets targets;
+  const int64_t* sums;  // for a mean: its count; else null
+  float* row_max;
+  int64_t* words;
+  int32_t* status;  // kOk, or kRedo for the fallback
+  void* grad;
+  int32_t cluster, slots;
+  int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
+};
+constexpr int32_t kRedo = 1 << 30;
+
+// Which of a row's iterations use a slot for the how-manieth time: even or odd.
+struct Slot {
+  int index;
+  uint32_t parity;
+  __device__ __forceinline__ Slot() : index(0), parity(0) {}
+  __device__ __forceinline__ void next(int slots) {
+    if (++index == slots) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ int32_t share_max(const uint4* slice, int vectors, int first) {
+  float top = -INFINITY;
+#pragma unroll 4
+  for (int i = first; i < vectors; i += kWorkers * kWarp) {
+    Vector<T> v;
+    v.raw = slice[i];
+#pragma unroll
+    for (int j = 0; j < kVector<T>; ++j) top = max_or_nan(top, widen(v.lane[j]));
+  }
+  return __reduce_max_sync(0xFFFFFFFFu, order_image(top));
+}
+template <>
+__device__ __forceinline__ int32_t share_max<__nv_bfloat16>(const uint4* slice, int vectors, int first) {
+  __nv_bfloat162 top = __bfloat162bfloat162(__ushort_as_bfloat16(0xFF80));  // -inf
+#pragma unroll 4
+  for (int i = first; i < vectors; i += kWorkers * kWarp) {
+    const uint4 raw = slice[i];
+    const __nv_bfloat162* v = reinterpret_cast<const __nv_bfloat162*>(&raw);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) top = max_or_nan(top, v[j]);
+  }
+  return __reduce_max_sync(0xFFFFFFFFu, order_image(max_or_nan(__low2float(top), __high2float(top))));
+}
+
+// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ...
+template <class T>
+__device__ __forceinline__ void sum_share(const uint4* slice, int vectors, int first, WarpSum& out) {
+  constexpr int kLanes = kVector<T>;
+  const int lane = threadIdx.x % kWarp;
+  const int32_t image = share_max<T>(slice, vectors, first);
+  const float top = from_order_image(image);
+  Windows w;
+  int32_t below = kNowhere;
+  const bool has_terms = top >= kLowestTerm && top < 0x1p+20f;
+  const int32_t n_top = has_terms ? term_exponent(term(top)) : 0;
+  if (has_terms) {
+    const float near_magic = magic(n_top - 31);
+#pragma unroll 2
+    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+      Vector<T> v;
+      v.raw = slice[i];
+      float x[kLanes];
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      add_terms(w, x, near_magic, [&](int32_t s, int) { below = max(below, s); });
+    }
+  }
+  constexpr uint32_t kMask = (1u << 21) - 1;
+  uint32_t far[3] = {0, 0, 0};
+  const uint32_t all = 0xFFFFFFFFu;
+  uint32_t near[3];
+  near[0] = __reduce_add_sync(all, static_cast<uint32_t>(w.near) & kMask);
+  near[1] = __reduce_add_sync(all, static_cast<uint32_t>(w.near >> 21) & kMask);
+  near[2] = __reduce_add_sync(all, static_cast<uint32_t>(w.near >> 42));
+  if (__any_sync(all, w.far != 0)) {
+    far[0] = __reduce_add_sync(all, static_cast<uint32_t>(w.far) & kMask);
+    far[1] = __reduce_add_sync(all, static_cast<uint32_t>(w.far >> 21) & kMask);
+    far[2] = __reduce_add_sync(all, static_cast<uint32_t>(w.far >> 42));
+  }
+  if (__any_sync(all, below != kNowhere)) below = __reduce_max_sync(all, below);
+  if (lane == 0) {
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      out.near[i] = near[i];
+      out.far[i] = far[i];
+    }
+    out.image = image;
+    out.below = below == kNowhere ? kNowhere : below + n_top - 31;
+  }
+}
+
+// One window of one warp, relative to `base`: added, or left out as a whole, or neither can be.
+__device__ __forceinline__ bool add_window(int64_t* digits, const uint32_t (&piece)[3], int32_t lowest, int32_t base, int32_t& floor) {
+  const uint128 v = piece[0] + (static_cast<uint128>(piece[1]) << 21) + (static_cast<uint128>(piece[2]) << 42);
+  if (v == 0 || lowest + 31 < base) return true;
+  if (lowest < base) return false;
+  add_shifted(digits, v, lowest - base);
+  floor = min(floor, lowest);
+  return true;
+}
+
+// The combiner's half of a row before the exchange: the block's mail to itself and all others.
+__device__ __forceinline__ void send_mail(Control& control, int slot, int cluster, uint32_t rank) {
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t all = 0xFFFFFFFFu;
+  WarpSum mine = {};
+  mine.image = kImageOfNegInf;
+  mine.below = kNowhere;
+  if (lane < kWorkers) mine = control.sum[slot][lane];
+  const int32_t image = __reduce_max_sync(all, mine.image);
+  const float top = from_order_image(image);
+  int64_t digits[kDigits] = {0, 0, 0, 0, 0, 0};
+  int32_t lowest = INT32_MAX, below = mine.below;
+  if (is_degenerate(top) || top < kLowestTerm) {
+    below = kNowhere;  // no terms
+  } else if (row_shift(top) != 0.0f) {
+    below = term_exponent(term(top));  // no digits: exact only if the row drops all of it; a top this high is the fallback's anyway
+  } else {
+    const RowFrame frame = row_frame(top);
+    const float own = from_order_image(mine.image);
+    if (own >= kLowestTerm) {
+      const int32_t n = term_exponent(term(own));
+      // a window that straddles the drop cannot be cut: all of it is as if it were left out below
+      if (!add_window(digits, mine.near, n - 31, frame.base, lowest)) below = max(below, n);
+      if (!add_window(digits, mine.far, n - 63, frame.base, lowest)) below = max(below, n - 32);
+    }
+#pragma unroll
+    for (int i = 0; i < kDigits; ++i) digits[i] = static_cast<int64_t>(warp_sum(static_cast<uint64_t>(digits[i])));
+  }
+  lowest = __reduce_min_sync(all, lowest);
+  below = __reduce_max_sync(all, below);
+  uint64_t word[8];
+#pragma unroll
+  for (int i = 0; i < kDigits; ++i) word[i] = __shfl_sync(all, static_cast<uint64_t>(digits[i]), 0);
+  word[6] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint32_t>(lowest)) << 32;
+  word[7] = static_cast<uint32_t>(below);
+  if (lane < cluster) {
+    uint64_t* const to = reinterpret_cast<uint64_t*>(&control.mail[slot][rank]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) store_at(lane, to + i, word[i]);
+    control.mailed[slot].arrive_at(lane);
+  }
+}
+
+// After the exchange: the row's maximum and digits, the same in every lane of every block; false if the row needs the fallback.
+__device__ __forceinline__ bool read_mail(const Control& control, int slot, int cluster, float& max, int64_t* digits) {
+  const int lane = threadIdx.x % kWarp;
+  const uint32_t all = 0xFFFFFFFFu;
+  const bool has = lane < cluster;
+  const Mail& mail = control.mail[slot][has ? lane : 0];
+  max = from_order_image(__reduce_max_sync(all, mail.image));
+  for (int i = 0; i < kDigits; ++i) digits[i] = 0;
+  if (is_degenerate(max)) return true;
+  if (row_shift(max) != 0.0f) return false;
+  const int32_t base = row_frame(max).base;
+  bool exact = true;
+  const float own = from_order_image(mail.image);
+  if (has) exact = mail.below < base;
+  if (has && own >= kLowestTerm && row_shift(own) == 0.0f) {
+    const RowFrame frame = row_frame(own);
+    const int drop = (base - frame.base) / 32;  // words: the slice's digits below the row's
+    if (frame.n_max >= base) {
+      exact = exact && (drop == 0 || mail.lowest >= base);
+      for (int i = 0; i < kDigits; ++i)
+        if (i + drop < kDigits) digits[i] = mail.digits[i + drop];
+    }
+  }
+  for (int i = 0; i < kDigits; ++i) {
+    uint64_t v = static_cast<uint64_t>(digits[i]);
+#pragma unroll
+    for (int d = kMaxCluster / 2; d > 0; d /= 2) v += __shfl_xor_sync(all, v, d);
+    digits[i] = static_cast<int64_t>(__shfl_sync(all, v, 0));
+  }
+  return __all_sync(all, exact);
+}
+
+template <class T, bool kGrad>
+__global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char shared[];
+  constexpr int kLanes = kVector<T>;
+  Control& control = *reinterpret_cast<Control*>(shared);
+  unsigned char* const ring = shared + (sizeof(Control) + 127) / 128 * 128;
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const uint32_t rank = rows.cluster > 1 ? cluster_rank() : 0;
+  const int64_t clusters = gridDim.x / rows.cluster, first_row = blockIdx.x / rows.cluster;
+  const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
+  const int64_t left = rows.logits.columns - begin;
+  const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
+  const int vectors = columns / kLanes;
+  const int64_t slot_bytes = static_cast<int64_t>(rows.slice) * sizeof(T);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < rows.slots; ++i) {
+      control.full[i].init(1);
+      control.summed[i].init(kWorkers);
+      control.mailed[i].init(rows.cluster);
+      control.scaled[i].init(1);
+      control.empty[i].init(kWorkers + 1);
+    }
+    fence_barrier_init();
+  }
+  cluster_sync();
+
+  Slot slot;
+  if (warp == kLoader) {
+    if (lane == 0) {
+      int64_t count = 0;
+      for (int64_t row = first_row; row < rows.logits.rows; row += clusters, ++count, slot.next(rows.slots)) {
+        if (count >= rows.slots) control.empty[slot.index].wait(slot.parity ^ 1);
+        if (is_ignored(rows.targets, row)) {
+          control.full[slot.index].arrive();
+          continue;
+        }
+        const unsigned char* const from = reinterpret_cast<const unsigned char*>(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride + begin);
+        const uint32_t bytes = columns * static_cast<uint32_t>(sizeof(T));
+        control.full[slot.index].arrive_and_expect(bytes);
+        for (uint32_t at = 0; at < bytes; at += kBulkBytes)
+          bulk_load(ring + slot.index * slot_bytes + at, from + at, bytes - at < kBulkBytes ? bytes - at : kBulkBytes, control.full[slot.index]);
+      }
+    }
+  } else if (warp == kCombiner) {
+    uint32_t mail_parity = 0;  // a bit a slot: rows that are ignored send no mail
+    const double g = upstream(1.0f, rows.sums != nullptr ? rows.sums[kCountWord] : 0);
+    for (int64_t row = first_row; row < rows.logits.rows; row += clusters, slot.next(rows.slots)) {
+      const int64_t target = target_at(rows.targets, row);
+      const bool ignored = target == rows.targets.ignore_index;
+      const bool has_target = target >= 0 && target < rows.logits.columns;
+      const float x = has_target && !ignored ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
+      RowMessage message = {{0.0f, 0.0f}, 0, kZero};
+      float max = -INFINITY;
+      bool exact = true;
+      int64_t words[kWords] = {0, 0, 0, 0, 0, 0, 0, 0};
+      control.summed[slot.index].wait(slot.parity);
+      if (!ignored) {
+        send_mail(control, slot.index, rows.cluster, rank);
+        control.mailed[slot.index].wait_cluster(mail_parity >> slot.index & 1);
+        mail_parity ^= 1u << slot.index;
+        exact = read_mail(control, slot.index, rows.cluster, max, words);
+        if (kGrad) {
+          RowSums sums;
+          if (!exact) {
+            message.mode = kSkip;
+          } else if (is_degenerate(max) || !has_target || row_sums(words, max, has_target, x, sums) != kOk) {
+            message.mode = kNaN;
+          } else {
+            message = {row_scale(g, row_state(sums)), sums.frame.n_max, kScaled};
+          }
+        }
+      }
+      __syncwarp();
+      if (lane == 0) {
+        control.empty[slot.index].arrive();
+        if (kGrad) {
+          control.message[slot.index] = message;
+          control.scaled[slot.index].arrive();
+        }
+        if (rank == 0) {
+          rows.row_max[row] = max;
+          rows.status[row] = exact ? kOk : kRedo;
+          words[kColumnsWord] = rows.logits.columns;
+          words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
+          for (int i = 0; i < kWords; ++i) rows.words[row * kWords + i] = words[i];
+        }
+      }
+    }
+  } else {
+    Slot grad_slot;
+    const int first = warp * kWarp + lane;
+    int64_t grad_row = first_row;
+    // one iteration more than rows: the last has only a gradient to write
+    for (int64_t row = first_row; row < rows.logits.rows || (kGrad && grad_row < rows.logits.rows); row += clusters) {
+      if (row < rows.logits.rows) {
+        control.full[slot.index].wait(slot.parity);
+        if (!is_ignored(rows.targets, row)) {
+          sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, first, control.sum[slot.index][warp]);
+        }
+        __syncwarp();
+        if (lane == 0) {
+          control.summed[slot.index].arrive();
+          if (!kGrad) control.empty[slot.index].arrive();
+        }
+        slot.next(rows.slots);
+      }
+      if (!kGrad || row == first_row) continue;
+
+      control.scaled[grad_slot.index].wait(grad_slot.parity);
+      const RowMessage message = control.message[grad_slot.index];
+      const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
+      T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
+      if (message.mode == kScaled) {
+        const int64_t own = target_at(rows.targets, grad_row) - begin;
+        const float row_magic = magic(message.n_max);
+#pragma unroll 2
+        for (int i = first; i < vectors; i += kWorkers * kWarp) {
+          Vector<T> v;
+          v.raw = slice[i];
+          float x[kLanes];
+#pragma unroll
+          for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+          gradients(x, row_magic, message.scale.scale, v.lane);
+          __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+        }
+        // the target's column, by the thread that wrote over it
+        if (own >= 0 && own < columns && static_cast<int>(own) / kLanes % (kWorkers * kWarp) == first) to[own] = narrow<T>(message.scale.target);
+      } else if (message.mode != kSkip) {
+        Vector<T> v;
+#pragma unroll
+        for (int j = 0; j < kLanes; ++j) v.lane[j] = message.mode == kZero ? narrow<T>(0.0f) : canonical_nan<T>();
+        for (int i = first; i < vectors; i += kWorkers * kWarp) __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+      }
+      __syncwarp();
+      if (lane == 0) control.empty[grad_slot.index].arrive();
+      grad_slot.next(rows.slots);
+      grad_row += clusters;
+    }
+  }
+  __syncwarp();
+  cluster_sync();  // no block leaves while another may still write to it
+#endif
+}
+
+// Rows marked kRedo, one a block at a time, with the maximum known.
+template <class T, bool kGrad>
+__global__ void __launch_bounds__(kAccumulatePolicy.threads) fallback_kernel(const Rows rows) {
+  constexpr int kThreads = kAccumulatePolicy.threads;
+  __shared__ SumScratch<kThreads> scratch;
+  __shared__ RowScale shared_scale;
+  for (int64_t row = blockIdx.x; row < rows.logits.rows; row += gridDim.x) {
+    if (rows.status[row] != kRedo) continue;
+    const float max = rows.row_max[row];
+    const RowVectors<T> whole(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride, rows.logits.columns);
+    const int64_t target = target_at(rows.targets, row);
+    int64_t words[kWords];
+    sum_stretch<T, false, kThreads, kAccumulatePolicy.unroll>(whole, max, words, scratch);
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kDigits; ++i) rows.words[row * kWords + i] = words[i];
+      if (kGrad) {
+        const bool has_target = target >= 0 && target < rows.logits.columns;
+        RowSums sums;
+        shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
+        if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
+          shared_scale = row_scale(upstream(1.0f, rows.sums != nullptr ? rows.sums[kCountWord] : 0), row_state(sums));
+      }
+    }
+    if (kGrad) {
+      __syncthreads();
+      const RowScale f = shared_scale;
+      T* const to = static_cast<T*>(rows.grad) + row * rows.logits.columns;
+      if (is_finite(f.scale)) {
+        gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, f, target, to);
+      } else {
+        fill_stretch<T, kThreads>(whole, canonical_nan<T>(), to);
+      }
+      __syncthreads();
+    }
+  }
+}
+
+// ---- host: how a row is laid over blocks
+
+struct Plan {
+  int cluster, slots, slice, blocks;
+  size_t shared_bytes;
+};
+
+template <class T, bool kGrad>
+cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute* attribute, cudaStream_t stream) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(plan.blocks);
+  config.blockDim = dim3(kFusedThreads);
+  config.dynamicSmemBytes = plan.shared_bytes;
+  config.stream = stream;
+  attribute->id = cudaLaunchAttributeClusterDimension;
+  attribute->val.clusterDim.x = plan.cluster;
+  attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  return config;
+}
+
+// How many clusters of this shape the device holds at once; asked once a shape, for the question is slow.
+template <class T, bool kGrad>
+int resident_clusters(int device, const Plan& plan) {
+  static std::mutex mutex;
+  static std::map<std::tuple<int, int, size_t>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto key = std::make_tuple(device, plan.cluster, plan.shared_bytes);
+  const auto found = known.find(key);
+  if (found != known.end()) return found->second;
+  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.shared_bytes)), "cudaFuncSetAttribute");
+  if (plan.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  Plan probe = plan;
+  probe.blocks = plan.cluster;
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config = configure<T, kGrad>(probe, &attribute, nullptr);
+  int clusters = 0;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    clusters = 0;
+  }
+  known[key] = clusters;
+  return clusters;
+}
+
+// False if the layout or the device is not one for this kernel.
+template <class T, bool kGrad>
+bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
+  constexpr int kLanes = kVector<T>;
+  int device = 0, major = 0, most_shared = 0, processors = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  if (major < 9) return false;
+  check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
+  if (logits.columns % kLanes != 0 || logits.row_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
+  if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes) return false;
+
+  const int64_t room = most_shared - static_cast<int64_t>((sizeof(Control) + 127) / 128 * 128);
+  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+    const int64_t vectors = logits.columns / kLanes;
+    const int64_t slice = (vectors + cluster - 1) / cluster * kLanes;
+    const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
+    int64_t slots = room / slot_bytes;
+    if (slots < kFusedPolicy.least_slots) continue;
+    // few rows: more blocks a row, while there are processors for them
+    if (logits.rows * cluster * 2 <= processors && cluster < 8 && slot_bytes >= 2 * kFusedPolicy.least_slice_bytes) continue;
+    if (slots > kMaxSlots) slots = kMaxSlots;
+    plan.cluster = cluster;
+    plan.slots = static_cast<int>(slots);
+    plan.slice = static_cast<int>(slice);
+    plan.shared_bytes = static_cast<size_t>(most_shared - room + slots * slot_bytes);
+    const int64_t clusters = resident_clusters<T, kGrad>(device, plan);
+    if (clusters == 0) continue;
+    plan.blocks = static_cast<int>((clusters < logits.rows ? clusters : logits.rows) * cluster);
+    return true;
+  }
+  return false;
+}
+
+template <class T, bool kGrad>
+bool launch(const Logits& logits, const Targets& targets, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context context) {
+  Plan plan;
+  if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
+  Rows rows = {logits, targets, sums, row_max, words, status, grad, plan.cluster, plan.slots, plan.slice};
+  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.shared_bytes)), "cudaFuncSetAttribute");
+  cudaLaunchAttribute attribute;
+  const cudaLaunchConfig_t config = configure<T, kGrad>(plan, &attribute, stream_of(context));
+  check(cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, static_cast<const Rows>(rows)), "cross_entropy");
+  const int64_t most = 2 * processors();
+  const unsigned blocks = static_cast<unsigned>(logits.rows < most ? logits.rows : most);
+  fallback_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows);
+  check(cudaGetLastError(), "cross_entropy");
+  return true;
+}
+
+}  // namespace
+
+bool fused(const Logits& logits, const Targets& targets, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context context) {
+  bool done = false;
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    done = grad != nullptr ? launch<T, true>(logits, targets, sums, row_max, words, status, grad, context)
+                           : launch<T, false>(logits, targets, sums, row_max, words, status, grad, context);
+  });
+  return done;
+}
+
+}  // namespace cuda
+}  // namespace dce

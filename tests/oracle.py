@@ -1,0 +1,588 @@
+"""docs/SPEC.md in Python integers: the second implementation of every bit, sharing no code with csrc/.
+
+Values are carried as Python floats: every binary16, bfloat16, binary32 and binary64 value is one exactly. No float is
+ever *computed* with: each operation of the specification turns its operands into integers, works exactly, and rounds
+once (`_round`). The only float arithmetic is comparison, negation and `math.ldexp` of results known to be exact.
+
+A row is a sequence of Python floats (its logits, widened). Words are Python ints. Results:
+
+    term(x')                                    (P, n), or None for a logit that has no term
+    row_max(row)                                M
+    frame(M)                                    Frame: shift c, M', n_M, B
+    denom_digits(row, M, lo, hi, v_start)       8 ints
+    carry(words)                                8 ints, canonical
+    finalize(words, row, t, M, V, ignore)       Final(loss, denom, state=(inv, tgt), status)
+    gradient(row, t, M, state, g, ...)          list of floats, already rounded to the logits' dtype
+    loss_words(losses, targets, ignore)         12 ints
+    reduce(words, "sum" | "mean")               float
+    forward(row, t, ignore)                     (Final, M): one row from its logits alone
+
+`bits32(value)` and friends give the bit pattern to compare: every NaN is the canonical one.
+"""
+import math
+import struct
+from collections import namedtuple
+from fractions import Fraction
+
+SPEC_VERSION = 1
+INF = math.inf
+NAN = math.nan
+H = float.fromhex
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Formats and rounding (section 1)
+
+# name: (precision in bits, exponent of the smallest subnormal, largest exponent of a leading bit, width)
+FORMATS = {
+    "fp64": (53, -1074, 1023, 64),
+    "fp32": (24, -149, 127, 32),
+    "fp16": (11, -24, 15, 16),
+    "bf16": (8, -133, 127, 16),
+}
+
+
+def _round(num, exp, fmt):
+    """`num * 2^exp`, num an integer, rounded to nearest even into the format; zero is +0. Exact or rounded once."""
+    precision, low, high, _ = FORMATS[fmt]
+    if num == 0:
+        return 0.0
+    mag = -num if num < 0 else num
+    drop = max(mag.bit_length() - precision, low - exp)         # bits to lose: too many digits, or below a subnormal
+    if drop > 0:
+        half = 1 << (drop - 1)
+        rest = mag & ((1 << drop) - 1)
+        mag >>= drop
+        if rest > half or (rest == half and mag & 1):
+            mag += 1
+        exp += drop
+        if mag == 0:
+            return -0.0 if num < 0 else 0.0                     # underflow keeps the sign
+    if mag.bit_length() + exp - 1 > high:
+        return -INF if num < 0 else INF
+    value = math.ldexp(mag, exp)                                # exact: mag fits the format and so fits fp64
+    return -value if num < 0 else value
+
+
+def _round_ratio(num, den, fmt):
+    """num / den (den > 0) rounded once: a quotient with a sticky bit below every bit that the rounding can see."""
+    if num == 0:
+        return 0.0
+    sign, num = (-1, -num) if num < 0 else (1, num)
+    shift = max(0, FORMATS[fmt][0] + 3 + den.bit_length() - num.bit_length(), 2 - FORMATS[fmt][1])
+    quotient, rest = divmod(num << shift, den)
+    quotient = quotient << 1 | (rest != 0)
+    return _round(sign * quotient, -shift - 1, fmt)
+
+
+def _dyadic(x):
+    """A finite float as (m, e), x = m * 2^e exactly."""
+    num, den = x.as_integer_ratio()
+    return num, 1 - den.bit_length()
+
+
+def rn(x, fmt):
+    """RN32, RN16, RNbf16 of a value held exactly in a float."""
+    if x != x:
+        return NAN
+    if x in (INF, -INF, 0.0):
+        return x                                                # keeps the sign of a zero
+    return _round(*_dyadic(x), fmt)
+
+
+def _finite(*values):
+    return all(v - v == 0.0 for v in values)
+
+
+def _negative(x):
+    return math.copysign(1.0, x) < 0
+
+
+def _fma(a, b, c, fmt):
+    if not _finite(a, b, c):
+        # IEEE 754: NaN in, 0 * inf, or inf - inf: NaN; otherwise the infinity
+        if a != a or b != b or c != c:
+            return NAN
+        if not _finite(a, b):
+            if a == 0 or b == 0:
+                return NAN
+            product = -INF if _negative(a) != _negative(b) else INF
+            return product if _finite(c) or c == product else NAN
+        return c
+    ma, ea = _dyadic(a)
+    mb, eb = _dyadic(b)
+    mc, ec = _dyadic(c)
+    mp, ep = ma * mb, ea + eb
+    e = ep if ep < ec else ec
+    total = (mp << (ep - e)) + (mc << (ec - e))
+    if total == 0:
+        if mp == 0 and mc == 0 and (_negative(a) != _negative(b)) and _negative(c):
+            return -0.0                                         # (-0) + (-0); every other exact zero is +0
+        return 0.0
+    return _round(total, e, fmt)
+
+
+def fma32(a, b, c):
+    return _fma(a, b, c, "fp32")
+
+
+def fma64(a, b, c):
+    return _fma(a, b, c, "fp64")
+
+
+def _add(a, b, fmt):
+    return _fma(a, 1.0, b, fmt)                                 # a * 1 is a, its zero's sign included
+
+
+def add32(a, b):
+    return _add(a, b, "fp32")
+
+
+def add64(a, b):
+    return _add(a, b, "fp64")
+
+
+def _mul(a, b, fmt):
+    if a != a or b != b:
+        return NAN
+    negative = _negative(a) != _negative(b)
+    if a == 0 or b == 0:
+        return (NAN if not _finite(a, b) else -0.0 if negative else 0.0)
+    if not _finite(a, b):
+        return -INF if negative else INF
+    ma, ea = _dyadic(a)
+    mb, eb = _dyadic(b)
+    return _round(ma * mb, ea + eb, fmt)
+
+
+def mul32(a, b):
+    return _mul(a, b, "fp32")
+
+
+def mul64(a, b):
+    return _mul(a, b, "fp64")
+
+
+def scale64(a, k):
+    """a * 2^k, which the specification promises to be exact: checked."""
+    if not _finite(a) or a == 0:
+        return a
+    m, e = _dyadic(a)
+    out = _round(m, e + k, "fp64")
+    assert _finite(out) and Fraction(out) == Fraction(a) * Fraction(2) ** k, ("inexact scaling", a, k)
+    return out
+
+
+# Bits ----------------------------------------------------------------------------------------------------------------
+
+CANONICAL_NAN = {"fp64": 0x7FF8000000000000, "fp32": 0x7FC00000, "bf16": 0x7FC0, "fp16": 0x7E00}
+
+
+def bits(x, fmt):
+    """The bit pattern of a float that the format holds exactly; NaN is canonical."""
+    if x != x:
+        return CANONICAL_NAN[fmt]
+    precision, low, high, width = FORMATS[fmt]
+    sign = (1 << (width - 1)) if _negative(x) else 0
+    if x == 0:
+        return sign
+    if x in (INF, -INF):
+        return sign | ((1 << width - 1) - (1 << (precision - 1)))
+    m, e = _dyadic(abs(x))
+    shift = e - low
+    if shift < 0:
+        assert m % (1 << -shift) == 0, ("not a value of the format", x, fmt)
+        m >>= -shift
+    else:
+        m <<= shift                                             # now in units of the smallest subnormal
+    lead = m.bit_length() - precision
+    if lead <= 0:
+        return sign | m                                         # subnormals, and the first normal binade as well
+    assert m % (1 << lead) == 0 and m.bit_length() - 1 + low <= high, ("not a value of the format", x, fmt)
+    return sign | (lead << (precision - 1)) + (m >> lead)
+
+
+def from_bits(pattern, fmt):
+    precision, low, _, width = FORMATS[fmt]
+    sign = -1.0 if pattern >> (width - 1) else 1.0
+    pattern &= (1 << (width - 1)) - 1
+    field, frac = pattern >> (precision - 1), pattern & ((1 << (precision - 1)) - 1)
+    if field == (1 << (width - precision)) - 1:
+        return NAN if frac else sign * INF
+    if field == 0:
+        return sign * math.ldexp(frac, low)
+    return sign * math.ldexp(frac | 1 << (precision - 1), low + field - 1)
+
+
+def bits32(x):
+    return bits(x, "fp32")
+
+
+def bits64(x):
+    return bits(x, "fp64")
+
+
+def from_bits32(pattern):
+    return from_bits(pattern, "fp32")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Row maximum and frame (section 2)
+
+LIMIT = 2.0 ** 20
+
+
+def canonical_max(m):
+    """A given maximum as section 2 writes it: one NaN, no -0."""
+    return NAN if m != m else 0.0 if m == 0 else m
+
+
+def row_max(row):
+    best = -INF
+    for x in row:
+        if x != x:
+            return NAN
+        if x > best:
+            best = x
+    return canonical_max(best)
+
+
+def combine_max(maxima):
+    return row_max(maxima)
+
+
+Frame = namedtuple("Frame", "M c Mp n_M P_M B degenerate")
+
+
+def frame(M):
+    M = canonical_max(M)
+    if M != M or M in (INF, -INF):
+        return Frame(M, NAN, NAN, None, None, None, True)
+    c = 0.0 if abs(M) < LIMIT else M
+    Mp = 0.0 if c != 0 else M
+    P_M, n_M = term(Mp)
+    return Frame(M, c, Mp, n_M, P_M, n_M // 32, False)
+
+
+def shifted(x, c):
+    return x if c == 0 else add32(x, -c)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Term (section 3)
+
+LOG2E_F = H("0x1.715476p+0")
+MAGIC_F = H("0x1.8p+23")
+LN2_HI_F = H("0x1.62e430p-1")
+LN2_LO_F = H("-0x1.05c610p-29")
+POLY_F = [H("0x1.6a234ep-10"), H("0x1.123a6cp-7"), H("0x1.5558f4p-5"), H("0x1.55549p-3"), H("0x1.fffffcp-2"), 1.0]
+
+_terms = {}
+
+
+def term(x):
+    """(P, n) of a shifted logit, None where it has none. A logit above 2^20 or NaN never gets here."""
+    if x < -2.0 ** 21:
+        return None
+    found = _terms.get(x)                                       # +0 and -0 share an entry: their terms are equal
+    if found is None:
+        assert x <= LIMIT, ("no term is defined for", x)
+        if len(_terms) > 1 << 20:
+            _terms.clear()
+        found = _terms[x] = _term(x)
+    return found
+
+
+def _term(x):
+    z = fma32(x, LOG2E_F, MAGIC_F)
+    n = add32(z, -MAGIC_F)
+    r = fma32(-n, LN2_HI_F, x)
+    r = fma32(-n, LN2_LO_F, r)
+    q = POLY_F[0]
+    for c in POLY_F[1:]:
+        q = fma32(q, r, c)
+    t = fma32(q, r, 1.5)
+    assert 1 < t < 2, (x, t)
+    P = bits32(t) - 0x3F400000
+    assert (1 << 22) < P < (1 << 24), (x, P)
+    return P, int(n)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Digits (section 4)
+
+MASK64 = (1 << 64) - 1
+
+
+def mix64(k):
+    k ^= k >> 30
+    k = k * 0xBF58476D1CE4E5B9 & MASK64
+    k ^= k >> 27
+    k = k * 0x94D049BB133111EB & MASK64
+    k ^= k >> 31
+    return k
+
+
+def tag(M, v):
+    return mix64(((bits32(canonical_max(M)) << 32) + v) & MASK64) >> 24
+
+
+def contribution(x, fr):
+    """What one logit adds to S: P << (n - 32 (B - 4)), 0 where the term is dropped."""
+    pn = term(shifted(x, fr.c))
+    if pn is None or pn[1] < 32 * (fr.B - 4):
+        return 0
+    return pn[0] << (pn[1] - 32 * (fr.B - 4))
+
+
+def split_digits(S):
+    return [S >> 32 * i & 0xFFFFFFFF for i in range(5)] + [S >> 160]
+
+
+def denom_digits(row, M, lo=0, hi=None, v_start=0):
+    """The eight words of columns [lo, hi) of `row`, which are the columns v_start + [lo, hi) of the whole row."""
+    hi = len(row) if hi is None else hi
+    fr = frame(M)
+    if lo == hi:
+        return [0] * 8
+    S = faults = 0
+    for x in row[lo:hi]:
+        if fr.M != fr.M or fr.M == INF:
+            continue                                            # nothing is faulty, every digit is zero
+        if x != x or x > fr.M:
+            faults += 1
+        elif not fr.degenerate:
+            S += contribution(x, fr)
+    return split_digits(S) + [hi - lo + (faults << 32), tag(M, v_start + hi) - tag(M, v_start + lo)]
+
+
+def carry(words):
+    words = list(words)
+    for i in range(5):
+        words[i + 1] += words[i] >> 32                          # Python's shift is the floor
+        words[i] &= 0xFFFFFFFF
+    return words
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# fp64 functions (section 5)
+
+LN2_HI = H("0x1.62e42feep-1")
+LN2_LO = H("0x1.a39ef35793c76p-33")
+RECIP_A, RECIP_B = H("-0x1.e1e1e1e1e1e1ep-2"), H("0x1.6969696969697p+0")
+SPLIT_LO, SPLIT_HI = H("0x1.6a09e667f3bcdp-1"), H("0x1.6a09e667f3bcdp+0")
+EXP_POLY = [_round_ratio(1, math.factorial(k), "fp64") for k in range(13, -1, -1)]
+LOG_POLY = [_round_ratio(2, k, "fp64") for k in range(21, 2, -2)]
+
+
+def recip(d):
+    assert 1 <= d < 2
+    y = fma64(RECIP_A, d, RECIP_B)
+    for _ in range(4):
+        e = fma64(-d, y, 1.0)
+        y = fma64(y, e, y)
+    return y
+
+
+def div(a, b):
+    m, e = math.frexp(b)                                        # exact; b > 0
+    d, k = 2 * m, e - 1
+    y = recip(d)
+    q = mul64(a, y)
+    w = fma64(-q, d, a)
+    q = fma64(w, y, q)
+    return scale64(q, -k)
+
+
+def exp_r(r):
+    assert abs(r) < 0.4
+    y = EXP_POLY[0]
+    for c in EXP_POLY[1:]:
+        y = fma64(y, r, c)
+    return y
+
+
+def log_1p_f(f):
+    assert -0.3 <= f <= 0.42
+    s = div(f, add64(2.0, f))
+    w = mul64(s, s)
+    p = LOG_POLY[0]
+    for c in LOG_POLY[1:]:
+        p = fma64(p, w, c)
+    p = mul64(p, w)
+    return fma64(s, p, 2 * s)                                   # doubling is exact
+
+
+def split(d, k=0):
+    """d * 2^k as (m, k')."""
+    m, e = math.frexp(d)                                        # m in [0.5, 1)
+    if m < SPLIT_LO:
+        m, e = 2 * m, e - 1
+    assert SPLIT_LO <= m < SPLIT_HI
+    return m, e + k
+
+
+def log1p(h):
+    w = add64(1.0, h)
+    m, k = split(w)
+    f = h if k == 0 else add64(m, -1.0)
+    return fma64(float(k), LN2_HI, fma64(float(k), LN2_LO, log_1p_f(f)))
+
+
+def significand(S, u):
+    """S * 2^u as (s, k): s = RN64 of the significand, in [1, 2); (0, 0) for nothing."""
+    if S == 0:
+        return 0.0, 0
+    s = _round(S, 1 - S.bit_length(), "fp64")                   # in [1, 2]
+    k = S.bit_length() - 1 + u
+    return (1.0, k + 1) if s == 2.0 else (s, k)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Finalize (section 6)
+
+Final = namedtuple("Final", "loss denom state status")
+_NAN_FINAL = (NAN, NAN, (NAN, NAN))
+
+
+def finalize(words, row, t, M, V=None, ignore_index=-100):
+    """`row` is the whole row, or a function of the target's column that gives its logit."""
+    V = len(row) if V is None else V
+    if t == ignore_index:
+        return Final(0.0, 0.0, (0.0, 0.0), "ignored")
+    if words[6] != V or words[7] != tag(M, V) - tag(M, 0):
+        return Final(*_NAN_FINAL, "check")
+    fr = frame(M)
+    if fr.degenerate:
+        return Final(*_NAN_FINAL, "degenerate")
+    words = carry(words)
+    S = sum(w << 32 * i for i, w in enumerate(words[:6]))
+    inside = 0 <= t < V
+    if words[5] < 0 or words[5] >= 1 << 54 or S == 0:
+        return Final(*_NAN_FINAL, "impossible")
+    T = 0
+    if inside:
+        x_t = row(t) if callable(row) else row[t]
+        if x_t != x_t or x_t > fr.M:
+            return Final(*_NAN_FINAL, "impossible")
+        T = contribution(x_t, fr)
+        if S < T:
+            return Final(*_NAN_FINAL, "impossible")
+    u = 32 * (fr.B - 4) - 23
+    s, ks = significand(S, u)
+    ys = recip(s)
+    r = fma64(float(-fr.n_M), LN2_HI, fr.Mp)
+    r = fma64(float(-fr.n_M), LN2_LO, r)
+    denom = rn(scale64(div(s, exp_r(r)), ks - fr.n_M), "fp32")
+    if not inside:
+        return Final(NAN, denom, (NAN, NAN), "target")
+    d, kd = significand(S - T, u)
+    if T:
+        xp = shifted(x_t, fr.c)
+        n_t = term(xp)[1]
+        r = fma64(float(-n_t), LN2_HI, xp)
+        r = fma64(float(-n_t), LN2_LO, r)
+        loss = rn(log1p(scale64(div(d, exp_r(r)), kd - n_t)), "fp32")
+    else:
+        m, k = split(s, ks)
+        lower = fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0)))
+        loss = rn(add64(lower, fma64(float(k), LN2_HI, -add64(x_t, -fr.c))), "fp32")
+    inv = scale64(ys, fr.n_M - ks)
+    tgt = scale64(-mul64(d, ys), kd - ks)
+    return Final(loss, denom, (inv, tgt), "ok")
+
+
+def forward(row, t, ignore_index=-100):
+    """A row from its logits alone: what `forward` gives for it, with the maximum it reports."""
+    if t == ignore_index:
+        return finalize(None, row, t, NAN, len(row), ignore_index), -INF
+    M = row_max(row)
+    return finalize(denom_digits(row, M), row, t, M, len(row), ignore_index), M
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Gradient (section 7)
+
+
+def gradient(row, t, M, state, g, count=None, dtype="fp32", lo=0, hi=None, ignore_index=-100):
+    """Columns [lo, hi) of the row's gradient, as floats of the dtype. `count` is given for "mean" alone."""
+    hi = len(row) if hi is None else hi
+    if t == ignore_index:
+        return [0.0] * (hi - lo)
+    G = div(g, float(count)) if count is not None and _finite(g) else g
+    inv, tgt = state
+    f = rn(mul64(G, inv), "fp32")
+    ft = rn(mul64(G, tgt), "fp32")
+    if not _finite(f):
+        return [NAN] * (hi - lo)
+    fr = frame(M)
+    out = []
+    for v in range(lo, hi):
+        if v == t:
+            out.append(rn(ft, dtype))
+            continue
+        pn = term(shifted(row[v], fr.c))
+        a = 0.0
+        if pn is not None and pn[1] - fr.n_M >= -125:
+            a = math.ldexp(pn[0], pn[1] - fr.n_M - 23)          # exact
+        out.append(rn(mul32(a, f), dtype))
+    return out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact reductions (section 8)
+
+
+def loss_words(losses, targets, ignore_index=-100):
+    words = [0] * 12
+    for loss, t in zip(losses, targets):
+        if t == ignore_index:
+            continue
+        words[9] += 1
+        if not _finite(loss):
+            words[10] += loss != -INF
+            words[11] += loss != INF
+            continue
+        pattern = bits32(loss)
+        sign = -1 if pattern >> 31 else 1
+        field, mant = pattern >> 23 & 0xFF, pattern & 0x7FFFFF
+        if field:
+            mant, field = mant | 1 << 23, field - 1             # field is now `pos`
+        j, shift = divmod(field, 32)
+        y = mant << shift
+        words[j] += sign * (y & 0xFFFFFFFF)
+        words[j + 1] += sign * (y >> 32)
+    return words
+
+
+def reduce(words, reduction="mean"):
+    if words[10] > 0 and words[11] > 0:
+        return NAN
+    if words[10] > 0:
+        return INF
+    if words[11] > 0:
+        return -INF
+    L = sum(w << 32 * j for j, w in enumerate(words[:9]))
+    if reduction == "mean":
+        if words[9] == 0:
+            return NAN
+        out = _round_ratio(L, words[9] << 149, "fp32")
+    else:
+        out = _round(L, -149, "fp32")
+    return out if out != 0 else 0.0
+
+
+def batch(rows, targets, reduction, ignore_index=-100):
+    """The whole of cross_entropy: (result or list of losses, [Final], [M], words)."""
+    finals, maxima = [], []
+    for row, t in zip(rows, targets):
+        final, M = forward(row, t, ignore_index)
+        finals.append(final)
+        maxima.append(M)
+    losses = [f.loss for f in finals]
+    words = loss_words(losses, targets, ignore_index)
+    return (losses if reduction == "none" else reduce(words, reduction)), finals, maxima, words
+
+
+def f32(x):
+    """The float that the fp32 nearest to x is (for writing test rows)."""
+    return struct.unpack("<f", struct.pack("<f", x))[0]
