@@ -22,27 +22,13 @@ struct Scaled {
   double m;
   int k;
 };
-// The nearest fp64 to canonical digits: 64 leading bits, all that is below them as one sticky bit, one conversion.
-DCE_FN Scaled leading(const int64_t* digits) {
-  const uint64_t limb[4] = {
-      static_cast<uint64_t>(digits[0]) | static_cast<uint64_t>(digits[1]) << 32,
-      static_cast<uint64_t>(digits[2]) | static_cast<uint64_t>(digits[3]) << 32,
-      static_cast<uint64_t>(digits[4]) | static_cast<uint64_t>(digits[5]) << 32,
-      static_cast<uint64_t>(digits[5]) >> 32,
-  };
-  uint64_t top = limb[0], next = 0, rest = 0;
-  int weight = 0;
-  for (int i = 1; i < 4; ++i) {
-    if (limb[i] == 0) continue;
-    rest |= next;
-    next = top;
-    top = limb[i];
-    if (weight != 64 * (i - 1)) {  // zero limbs were skipped: what lies lower is only sticky
-      rest |= next;
-      next = 0;
-    }
-    weight = 64 * i;
-  }
+// The nearest fp64 to an integer of four 64-bit limbs: 64 leading bits, all that is below them as one sticky bit, one conversion.
+DCE_FN Scaled leading(uint64_t l0, uint64_t l1, uint64_t l2, uint64_t l3) {
+  uint64_t top = l3, next = l2, rest = l1 | l0;
+  int weight = 192;
+  if (top == 0) top = l2, next = l1, rest = l0, weight = 128;
+  if (top == 0) top = l1, next = l0, rest = 0, weight = 64;
+  if (top == 0) top = l0, next = 0, weight = 0;
   Scaled out = {0.0, 0};
   if (top == 0) return out;
   const int lz = leading_zeros(top);
@@ -56,6 +42,11 @@ DCE_FN Scaled leading(const int64_t* digits) {
   out.m = mul64(v, pow2(-out.k));
   out.k += weight - lz;
   return out;
+}
+// Of canonical digits.
+DCE_FN Scaled leading(const int64_t* d) {
+  const auto u = [](int64_t x) { return static_cast<uint64_t>(x); };
+  return leading(u(d[0]) | u(d[1]) << 32, u(d[2]) | u(d[3]) << 32, u(d[4]) | u(d[5]) << 32, u(d[5]) >> 32);
 }
 
 // What a row's digits say, before any logarithm.

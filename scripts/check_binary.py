@@ -28,7 +28,7 @@ APPROXIMATE = {
 }
 SLOW = {
     r"^MUFU": "function unit, a quarter of the rate or less",
-    r"\.FTZ": "flushes subnormals to zero",
+    r"^(?!F2I)\S*\.FTZ": "flushes subnormals to zero",
     r"^F2I": "conversion, a quarter of the rate or less",
     r"^(LDL|STL)": "local memory: registers spilled, or an array indexed at run time",
 }

@@ -15,9 +15,11 @@ struct Windows {
   uint64_t near = 0, far = 0;
 };
 
-// Adds the terms of x to the windows, and calls below(s, j) for each of x[j] whose s lies in [-160, -33].
-template <int kCount, class Below>
-__device__ __forceinline__ void add_terms(Windows& w, const float (&x)[kCount], float magic, const Below& below) {
+constexpr int32_t kNoneBelow = INT32_MIN;
+
+// Adds the terms of x to the windows. Returns the highest s of a term in [-160, -33], which is in neither window, or kNoneBelow.
+template <int kCount>
+__device__ __forceinline__ int32_t add_terms(Windows& w, const float (&x)[kCount], float magic) {
   uint32_t p[kCount], s[kCount];
   uint32_t lowest = 0;  // the s of a term below `near`, as uint32, is larger than any other, that of -inf and of all that has no term included
 #pragma unroll
@@ -29,23 +31,30 @@ __device__ __forceinline__ void add_terms(Windows& w, const float (&x)[kCount], 
     // out of the window the weight is 0, whatever p is
     w.near += static_cast<uint64_t>(p[j]) * one_shifted(s[j]);
   }
+  int32_t below = kNoneBelow;
   if (lowest >= kDeepest) {
 #pragma unroll
     for (int j = 0; j < kCount; ++j) {
       w.far += static_cast<uint64_t>(p[j]) * one_shifted(s[j] + 32);
-      if (s[j] >= kDeepest && s[j] < static_cast<uint32_t>(-32)) below(static_cast<int32_t>(s[j]), j);
+      if (s[j] >= kDeepest && s[j] < static_cast<uint32_t>(-32)) below = max(below, static_cast<int32_t>(s[j]));
     }
   }
+  return below;
 }
 
-// Term with exponent base + shift, into digits in shared memory.
-static __device__ __noinline__ void add_below_windows(float x, int32_t base, int64_t* digits) {
-  const Term e = term(x);
-  const int shift = term_exponent(e) - base;
-  if (shift < 0) return;
-  const uint64_t v = static_cast<uint64_t>(term_significand(e)) << (shift & 31);
-  atomic_add(&digits[shift >> 5], static_cast<int64_t>(v & 0xFFFFFFFFu));
-  atomic_add(&digits[(shift >> 5) + 1], static_cast<int64_t>(v >> 32));
+// The terms of columns [begin, begin + count) that lie below both windows, straight into digits in shared memory. Read again, for it is rare.
+template <class T>
+__device__ __forceinline__ void add_below_windows(const RowVectors<T>& row, int64_t begin, int count, float max, const RowFrame& frame, int64_t* digits) {
+#pragma unroll 1
+  for (int64_t c = begin < 0 ? 0 : begin; c < begin + count && c < row.length; ++c) {
+    const float raw = widen(row.data[c]);
+    const Term e = term(add32(raw, -frame.shift), magic(frame.n_max - 31));
+    const int32_t s = static_cast<int32_t>(bits(e.z) - kMagicBits), shift = s + frame.n_max - 31 - frame.base;
+    if (!(raw <= max) || !(e.z >= kMagic - 160.0f) || s >= -32 || shift < 0) continue;
+    const uint64_t v = static_cast<uint64_t>(term_significand(e)) << (shift & 31);
+    atomic_add(&digits[shift >> 5], static_cast<int64_t>(v & 0xFFFFFFFFu));
+    atomic_add(&digits[(shift >> 5) + 1], static_cast<int64_t>(v >> 32));
+  }
 }
 
 template <int kThreads>
@@ -92,7 +101,7 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
           if (faulty) x[j] = -INFINITY;
         }
       }
-      if (!degenerate) add_terms(w, x, near_magic, [&](int32_t, int j) { add_below_windows(x[j], frame.base, scratch.below); });
+      if (!degenerate && add_terms(w, x, near_magic) != kNoneBelow) add_below_windows(row, row.column(i + u * kThreads), kLanes, max, frame, scratch.below);
     }
     terms += kUnroll * kLanes;
     if (terms > kWindowTerms - kUnroll * kLanes) {

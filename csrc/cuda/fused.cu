@@ -38,14 +38,16 @@ struct WarpSum {
   int32_t image;             // order image of the maximum
   int32_t below;             // highest exponent below both windows, or kNowhere
 };
-// What a block tells the others of its slice.
+// What a block tells the others of its slice, relative to the slice's own maximum and base: a row of 64 bytes.
+constexpr int kMailWords = 7;  // digits in radix 2^32 here are seven words, the last below 2^22
 struct Mail {
-  int64_t digits[kDigits];  // relative to the slice's own maximum
-  int32_t image;
-  int32_t lowest;  // no term in digits has a lower exponent
-  int32_t below;   // highest exponent that is not in digits, or kNowhere
-  int32_t unused;
+  // digits in halves of 16 bits, summed over the warps: low half in the low 32 bits, high half in the high ones; each below 2^21
+  uint64_t halves[kMailWords];
+  int32_t image;    // order image of the slice's maximum
+  uint16_t lowest;  // no term in the digits has an exponent below base + lowest; kNoTerm if there are none
+  uint16_t below;   // the highest exponent that the digits leave out, though the slice alone would keep it, is base + below; kNoTerm if there is none
 };
+constexpr uint16_t kNoTerm = 0xFFFF;
 static_assert(sizeof(Mail) == 64, "eight words");
 
 enum RowMode : int32_t { kScaled, kZero, kNaN, kSkip };
@@ -74,7 +76,7 @@ struct Rows {
   int64_t* words;
   int32_t* status;  // kOk, or kRedo for the fallback
   void* grad;
-  int32_t cluster, slots;
+  int32_t cluster_log2, slots;
   int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
 };
 constexpr int32_t kRedo = 1 << 30;
@@ -125,7 +127,7 @@ __device__ __forceinline__ void sum_share(const uint4* slice, int vectors, int f
   const int32_t image = share_max<T>(slice, vectors, first);
   const float top = from_order_image(image);
   Windows w;
-  int32_t below = kNowhere;
+  int32_t below = kNoneBelow;
   const bool has_terms = top >= kLowestTerm && top < 0x1p+20f;
   const int32_t n_top = has_terms ? term_exponent(term(top)) : 0;
   if (has_terms) {
@@ -137,7 +139,7 @@ __device__ __forceinline__ void sum_share(const uint4* slice, int vectors, int f
       float x[kLanes];
 #pragma unroll
       for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
-      add_terms(w, x, near_magic, [&](int32_t s, int) { below = max(below, s); });
+      below = max(below, add_terms(w, x, near_magic));
     }
   }
   constexpr uint32_t kMask = (1u << 21) - 1;
@@ -152,7 +154,7 @@ __device__ __forceinline__ void sum_share(const uint4* slice, int vectors, int f
     far[1] = __reduce_add_sync(all, static_cast<uint32_t>(w.far >> 21) & kMask);
     far[2] = __reduce_add_sync(all, static_cast<uint32_t>(w.far >> 42));
   }
-  if (__any_sync(all, below != kNowhere)) below = __reduce_max_sync(all, below);
+  if (__any_sync(all, below != kNoneBelow)) below = __reduce_max_sync(all, below);
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
@@ -160,21 +162,11 @@ __device__ __forceinline__ void sum_share(const uint4* slice, int vectors, int f
       out.far[i] = far[i];
     }
     out.image = image;
-    out.below = below == kNowhere ? kNowhere : below + n_top - 31;
+    out.below = below == kNoneBelow ? kNowhere : below + n_top - 31;
   }
 }
 
-// One window of one warp, relative to `base`: added, or left out as a whole, or neither can be.
-__device__ __forceinline__ bool add_window(int64_t* digits, const uint32_t (&piece)[3], int32_t lowest, int32_t base, int32_t& floor) {
-  const uint128 v = piece[0] + (static_cast<uint128>(piece[1]) << 21) + (static_cast<uint128>(piece[2]) << 42);
-  if (v == 0 || lowest + 31 < base) return true;
-  if (lowest < base) return false;
-  add_shifted(digits, v, lowest - base);
-  floor = min(floor, lowest);
-  return true;
-}
-
-// The combiner's half of a row before the exchange: the block's mail to itself and all others.
+// The combiner's half of a row before the exchange: the block's mail to itself and all others. Lane i speaks for worker i.
 __device__ __forceinline__ void send_mail(Control& control, int slot, int cluster, uint32_t rank) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
@@ -183,70 +175,137 @@ __device__ __forceinline__ void send_mail(Control& control, int slot, int cluste
   mine.below = kNowhere;
   if (lane < kWorkers) mine = control.sum[slot][lane];
   const int32_t image = __reduce_max_sync(all, mine.image);
-  const float top = from_order_image(image);
-  int64_t digits[kDigits] = {0, 0, 0, 0, 0, 0};
-  int32_t lowest = INT32_MAX, below = mine.below;
-  if (is_degenerate(top) || top < kLowestTerm) {
-    below = kNowhere;  // no terms
-  } else if (row_shift(top) != 0.0f) {
-    below = term_exponent(term(top));  // no digits: exact only if the row drops all of it; a top this high is the fallback's anyway
-  } else {
-    const RowFrame frame = row_frame(top);
-    const float own = from_order_image(mine.image);
-    if (own >= kLowestTerm) {
-      const int32_t n = term_exponent(term(own));
-      // a window that straddles the drop cannot be cut: all of it is as if it were left out below
-      if (!add_window(digits, mine.near, n - 31, frame.base, lowest)) below = max(below, n);
-      if (!add_window(digits, mine.far, n - 63, frame.base, lowest)) below = max(below, n - 32);
-    }
+  const float top = from_order_image(image), own = from_order_image(mine.image);
+  uint32_t word[kMailWords] = {0, 0, 0, 0, 0, 0, 0};
+  int32_t lowest = kNoTerm, below = -1;  // relative to base
+  if (!is_degenerate(top) && top >= kLowestTerm) {
+    const int32_t n_top = term_exponent(term(top));
+    const int32_t base = ((n_top >> 5) - kBlocksBelow) * 32;
+    if (row_shift(top) != 0.0f) {
+      below = n_top - base;  // no digits: exact only if the row drops the slice whole; a maximum this high is the fallback's anyway
+    } else {
+      below = max(-1, mine.below - base);
+      const uint128 near = mine.near[0] + (static_cast<uint64_t>(mine.near[1]) << 21) + (static_cast<uint128>(mine.near[2]) << 42);  // < 2^66
+      const uint128 far = mine.far[0] + (static_cast<uint64_t>(mine.far[1]) << 21) + (static_cast<uint128>(mine.far[2]) << 42);
+      const int32_t n = own >= kLowestTerm ? term_exponent(term(own)) : kNowhere;
+      const int32_t low = (far != 0 ? n - 63 : n - 31) - base;
+      if (near != 0 && n >= base) {
+        if (low < 0) {
+          below = max(below, n - base);  // the drop cuts through the window: all of it is left out
+        } else {
+          lowest = low;
+          const uint128 v = (far != 0 ? (near << 32) + far : near) << (low & 31);  // < 2^129, but for the top bit: see next line
+          const uint32_t top_bit = static_cast<uint32_t>((far != 0 ? near >> 64 : 0) << (low & 31) >> 32);
+          word[0] = static_cast<uint32_t>(v);
+          word[1] = static_cast<uint32_t>(v >> 32);
+          word[2] = static_cast<uint32_t>(v >> 64);
+          word[3] = static_cast<uint32_t>(v >> 96);
+          word[4] = top_bit;
 #pragma unroll
-    for (int i = 0; i < kDigits; ++i) digits[i] = static_cast<int64_t>(warp_sum(static_cast<uint64_t>(digits[i])));
+          for (int step = 4; step > 0; step /= 2) {
+            if ((low >> 5) & step) {
+#pragma unroll
+              for (int i = kMailWords - 1; i >= 0; --i) word[i] = i >= step ? word[i - step] : 0;
+            }
+          }
+        }
+      }
+    }
   }
   lowest = __reduce_min_sync(all, lowest);
   below = __reduce_max_sync(all, below);
-  uint64_t word[8];
+  uint64_t out[kMailWords + 1];
 #pragma unroll
-  for (int i = 0; i < kDigits; ++i) word[i] = __shfl_sync(all, static_cast<uint64_t>(digits[i]), 0);
-  word[6] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint32_t>(lowest)) << 32;
-  word[7] = static_cast<uint32_t>(below);
+  for (int i = 0; i < kMailWords; ++i)
+    out[i] = __reduce_add_sync(all, word[i] & 0xFFFF) | static_cast<uint64_t>(__reduce_add_sync(all, word[i] >> 16)) << 32;
+  out[kMailWords] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
   if (lane < cluster) {
     uint64_t* const to = reinterpret_cast<uint64_t*>(&control.mail[slot][rank]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) store_at(lane, to + i, word[i]);
+    for (int i = 0; i <= kMailWords; ++i) store_at(lane, to + i, out[i]);
     control.mailed[slot].arrive_at(lane);
   }
 }
 
-// After the exchange: the row's maximum and digits, the same in every lane of every block; false if the row needs the fallback.
-__device__ __forceinline__ bool read_mail(const Control& control, int slot, int cluster, float& max, int64_t* digits) {
+// A row's sum after the exchange, the same in every lane of every block.
+struct RowTotal {
+  float max;
+  int32_t n_max, base;
+  uint64_t limb[4];  // S, in units of 2^(base - 23)
+  bool degenerate;
+  bool exact;  // false: the row needs the fallback
+};
+__device__ __forceinline__ RowTotal read_mail(const Control& control, int slot, int cluster) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   const bool has = lane < cluster;
   const Mail& mail = control.mail[slot][has ? lane : 0];
-  max = from_order_image(__reduce_max_sync(all, mail.image));
-  for (int i = 0; i < kDigits; ++i) digits[i] = 0;
-  if (is_degenerate(max)) return true;
-  if (row_shift(max) != 0.0f) return false;
-  const int32_t base = row_frame(max).base;
-  bool exact = true;
+  RowTotal out = {};
+  out.max = from_order_image(__reduce_max_sync(all, mail.image));
+  out.exact = true;
+  out.degenerate = is_degenerate(out.max);
+  if (out.degenerate) return out;
+  if (row_shift(out.max) != 0.0f) {
+    out.exact = false;
+    return out;
+  }
+  out.n_max = term_exponent(term(out.max));
+  out.base = ((out.n_max >> 5) - kBlocksBelow) * 32;
+
   const float own = from_order_image(mail.image);
-  if (has) exact = mail.below < base;
-  if (has && own >= kLowestTerm && row_shift(own) == 0.0f) {
-    const RowFrame frame = row_frame(own);
-    const int drop = (base - frame.base) / 32;  // words: the slice's digits below the row's
-    if (frame.n_max >= base) {
-      exact = exact && (drop == 0 || mail.lowest >= base);
-      for (int i = 0; i < kDigits; ++i)
-        if (i + drop < kDigits) digits[i] = mail.digits[i + drop];
+  const int32_t own_base = own >= kLowestTerm && has ? ((term_exponent(term(own)) >> 5) - kBlocksBelow) * 32 : out.base;
+  const int32_t drop = (out.base - own_base) / 32;  // words of the slice below the row's
+  bool exact = !has || mail.below == kNoTerm || own_base + mail.below < out.base;
+  uint64_t halves[kMailWords];
+#pragma unroll
+  for (int i = 0; i < kMailWords; ++i) halves[i] = has ? mail.halves[i] : 0;
+  if (__any_sync(all, drop != 0)) {
+    // Exact if the row drops the slice whole, or none of it.
+    const bool none = mail.lowest == kNoTerm || own_base + mail.lowest >= out.base;
+    const bool whole = term_exponent(term(own)) < out.base;
+    exact = exact && (drop == 0 || none || whole);
+#pragma unroll
+    for (int i = 0; i < kMailWords; ++i) halves[i] = has && !whole && i + drop < kMailWords ? mail.halves[i + drop] : 0;
+  }
+  out.exact = __all_sync(all, exact);
+  uint64_t carry = 0;
+  uint32_t limb[kMailWords];
+#pragma unroll
+  for (int i = 0; i < kMailWords; ++i) {
+    carry += __reduce_add_sync(all, static_cast<uint32_t>(halves[i])) + (static_cast<uint64_t>(__reduce_add_sync(all, static_cast<uint32_t>(halves[i] >> 32))) << 16);
+    limb[i] = static_cast<uint32_t>(carry);
+    carry >>= 32;
+  }
+#pragma unroll
+  for (int i = 0; i < 3; ++i) out.limb[i] = limb[2 * i] | static_cast<uint64_t>(limb[2 * i + 1]) << 32;
+  out.limb[3] = limb[6];
+  return out;
+}
+
+// row_state of row_sums, for a row that is not degenerate and has a target: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
+__device__ __forceinline__ RowState state_of(const RowTotal& total, float x_target) {
+  const uint32_t all = 0xFFFFFFFFu;
+  const Term e = term(x_target);
+  const int32_t shift = term_exponent(e) - total.base;
+  uint64_t limb[4] = {total.limb[0], total.limb[1], total.limb[2], total.limb[3]};
+  if ((threadIdx.x & 1) && x_target >= kLowestTerm && shift >= 0) {
+    const uint128 v = static_cast<uint128>(term_significand(e)) << (shift & 63);
+    uint64_t borrow = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t t = i == shift >> 6 ? static_cast<uint64_t>(v) : i == (shift >> 6) + 1 ? static_cast<uint64_t>(v >> 64) : 0;
+      const uint64_t d = limb[i] - t, r = d - borrow;
+      borrow = (limb[i] < t) | (d < borrow);
+      limb[i] = r;
     }
   }
-  for (int i = 0; i < kDigits; ++i) {
-    uint64_t v = static_cast<uint64_t>(digits[i]);
-#pragma unroll
-    for (int d = kMaxCluster / 2; d > 0; d /= 2) v += __shfl_xor_sync(all, v, d);
-    digits[i] = static_cast<int64_t>(__shfl_sync(all, v, 0));
-  }
-  return __all_sync(all, exact);
+  const Scaled mine = leading(limb[0], limb[1], limb[2], limb[3]);
+  RowSums sums = {};
+  sums.frame.n_max = total.n_max;
+  const int unit = total.base - 23;
+  sums.s = {__shfl_sync(all, mine.m, 0), __shfl_sync(all, mine.k, 0) + unit};
+  sums.d = {__shfl_sync(all, mine.m, 1), __shfl_sync(all, mine.k, 1) + unit};
+  return row_state(sums);
 }
 
 template <class T, bool kGrad>
@@ -257,8 +316,9 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   Control& control = *reinterpret_cast<Control*>(shared);
   unsigned char* const ring = shared + (sizeof(Control) + 127) / 128 * 128;
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const uint32_t rank = rows.cluster > 1 ? cluster_rank() : 0;
-  const int64_t clusters = gridDim.x / rows.cluster, first_row = blockIdx.x / rows.cluster;
+  const int cluster = 1 << rows.cluster_log2;
+  const uint32_t rank = cluster > 1 ? cluster_rank() : 0;
+  const int64_t clusters = gridDim.x >> rows.cluster_log2, first_row = blockIdx.x >> rows.cluster_log2;
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
@@ -269,7 +329,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     for (int i = 0; i < rows.slots; ++i) {
       control.full[i].init(1);
       control.summed[i].init(kWorkers);
-      control.mailed[i].init(rows.cluster);
+      control.mailed[i].init(cluster);
       control.scaled[i].init(1);
       control.empty[i].init(kWorkers + 1);
     }
@@ -303,39 +363,38 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       const bool has_target = target >= 0 && target < rows.logits.columns;
       const float x = has_target && !ignored ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
       RowMessage message = {{0.0f, 0.0f}, 0, kZero};
-      float max = -INFINITY;
-      bool exact = true;
-      int64_t words[kWords] = {0, 0, 0, 0, 0, 0, 0, 0};
+      RowTotal total = {};
+      total.max = -INFINITY;
+      total.exact = true;
       control.summed[slot.index].wait(slot.parity);
       if (!ignored) {
-        send_mail(control, slot.index, rows.cluster, rank);
+        send_mail(control, slot.index, cluster, rank);
         control.mailed[slot.index].wait_cluster(mail_parity >> slot.index & 1);
         mail_parity ^= 1u << slot.index;
-        exact = read_mail(control, slot.index, rows.cluster, max, words);
+        total = read_mail(control, slot.index, cluster);
         if (kGrad) {
-          RowSums sums;
-          if (!exact) {
+          if (!total.exact) {
             message.mode = kSkip;
-          } else if (is_degenerate(max) || !has_target || row_sums(words, max, has_target, x, sums) != kOk) {
+          } else if (total.degenerate || !has_target) {
             message.mode = kNaN;
           } else {
-            message = {row_scale(g, row_state(sums)), sums.frame.n_max, kScaled};
+            message = {row_scale(g, state_of(total, x)), total.n_max, kScaled};
           }
         }
       }
       __syncwarp();
       if (lane == 0) {
-        control.empty[slot.index].arrive();
         if (kGrad) {
           control.message[slot.index] = message;
           control.scaled[slot.index].arrive();
         }
+        control.empty[slot.index].arrive();
         if (rank == 0) {
-          rows.row_max[row] = max;
-          rows.status[row] = exact ? kOk : kRedo;
-          words[kColumnsWord] = rows.logits.columns;
-          words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-          for (int i = 0; i < kWords; ++i) rows.words[row * kWords + i] = words[i];
+          rows.row_max[row] = total.max;
+          rows.status[row] = total.exact ? kOk : kRedo;
+          int64_t* const words = rows.words + row * kWords;
+          for (int i = 0; i < kDigits - 1; ++i) words[i] = static_cast<int64_t>(total.limb[i / 2] >> (32 * (i % 2)) & 0xFFFFFFFFu);
+          words[kDigits - 1] = static_cast<int64_t>(total.limb[2] >> 32 | total.limb[3] << 32);
         }
       }
     }
@@ -435,7 +494,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads) fallback_kernel(con
 // ---- host: how a row is laid over blocks
 
 struct Plan {
-  int cluster, slots, slice, blocks;
+  int cluster_log2, slots, slice, blocks;
   size_t shared_bytes;
 };
 
@@ -447,7 +506,7 @@ cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute* attribute, c
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
   attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = plan.cluster;
+  attribute->val.clusterDim.x = 1u << plan.cluster_log2;
   attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
   config.attrs = attribute;
   config.numAttrs = 1;
@@ -460,14 +519,14 @@ int resident_clusters(int device, const Plan& plan) {
   static std::mutex mutex;
   static std::map<std::tuple<int, int, size_t>, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto key = std::make_tuple(device, plan.cluster, plan.shared_bytes);
+  const auto key = std::make_tuple(device, plan.cluster_log2, plan.shared_bytes);
   const auto found = known.find(key);
   if (found != known.end()) return found->second;
   const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.shared_bytes)), "cudaFuncSetAttribute");
-  if (plan.cluster > 8) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
+  if (plan.cluster_log2 > 3) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
   Plan probe = plan;
-  probe.blocks = plan.cluster;
+  probe.blocks = 1 << plan.cluster_log2;
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure<T, kGrad>(probe, &attribute, nullptr);
   int clusters = 0;
@@ -494,7 +553,8 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes) return false;
 
   const int64_t room = most_shared - static_cast<int64_t>((sizeof(Control) + 127) / 128 * 128);
-  for (int cluster = 1; cluster <= kMaxCluster; cluster *= 2) {
+  for (int log2 = 0; (1 << log2) <= kMaxCluster; ++log2) {
+    const int cluster = 1 << log2;
     const int64_t vectors = logits.columns / kLanes;
     const int64_t slice = (vectors + cluster - 1) / cluster * kLanes;
     const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
@@ -503,7 +563,7 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
     // few rows: more blocks a row, while there are processors for them
     if (logits.rows * cluster * 2 <= processors && cluster < 8 && slot_bytes >= 2 * kFusedPolicy.least_slice_bytes) continue;
     if (slots > kMaxSlots) slots = kMaxSlots;
-    plan.cluster = cluster;
+    plan.cluster_log2 = log2;
     plan.slots = static_cast<int>(slots);
     plan.slice = static_cast<int>(slice);
     plan.shared_bytes = static_cast<size_t>(most_shared - room + slots * slot_bytes);
@@ -519,7 +579,7 @@ template <class T, bool kGrad>
 bool launch(const Logits& logits, const Targets& targets, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context context) {
   Plan plan;
   if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
-  Rows rows = {logits, targets, sums, row_max, words, status, grad, plan.cluster, plan.slots, plan.slice};
+  Rows rows = {logits, targets, sums, row_max, words, status, grad, plan.cluster_log2, plan.slots, plan.slice};
   const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.shared_bytes)), "cudaFuncSetAttribute");
   cudaLaunchAttribute attribute;
