@@ -9,7 +9,8 @@ from kernels import get_kernel
 REPO, ROOT = "phanerozoic/det-cross-entropy", Path(__file__).resolve().parent
 if (ROOT / "build").is_dir():
     os.environ.setdefault("LOCAL_KERNELS", f"{REPO}={ROOT}")
-dce = get_kernel(REPO, version=1, trust_remote_code=True)
+# backend: a CUDA build of torch on a machine without a GPU would ask for the CUDA variant, which a local build need not have
+dce = get_kernel(REPO, version=1, trust_remote_code=True, backend=None if torch.cuda.is_available() else "cpu")
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 N, V = 512, 32_000

@@ -18,12 +18,9 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
 
-
-def load():
-    from kernels import get_local_kernel
-
-    return get_local_kernel(ROOT / "build")
+import local_kernel
 
 
 def environment():
@@ -238,9 +235,9 @@ def time_against_torch(dce):
 
 def cpu_paths():
     """The golden cases on every instruction set this processor has; what ran is the library's business, so each is asked for by name."""
-    code = "from kernels import get_local_kernel; from pathlib import Path; print(get_local_kernel(Path('build')).self_test('cpu'))"
+    code = "import local_kernel; print(local_kernel.load().self_test('cpu'))"
     return {
-        path: subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "DCE_CPU": path}, capture_output=True, text=True).stdout.strip()
+        path: subprocess.run([sys.executable, "-c", code], cwd=ROOT / "scripts", env={**os.environ, "DCE_CPU": path}, capture_output=True, text=True).stdout.strip()
         for path in ("portable", "avx2", "avx512")
     }
 
@@ -252,7 +249,7 @@ def main():
     parser.add_argument("--skip-large", action="store_true", help="skip N * V beyond 2^31")
     parser.add_argument("--skip-term", action="store_true", help="skip the exhaustive comparison of the term")
     args = parser.parse_args()
-    dce = load()
+    dce = local_kernel.load()
     report = environment()
     report["spec_version"] = dce.spec_version
     failures = []

@@ -20,14 +20,15 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads sleep: mu
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+
 import corpus
+import local_kernel
 import losses
 import plot
 from model import Transformer
 from progress import Progress
 
-ROOT = Path(__file__).resolve().parent.parent
-REPO = "phanerozoic/det-cross-entropy"
 
 VOCABULARY, LENGTH, ROWS, SEED = 4096, 128, 8, 0
 TOKENS = ROWS * LENGTH  # of one step
@@ -71,12 +72,9 @@ def sha256(*tensors: torch.Tensor) -> str:
 
 
 def load_kernel():
-    from kernels import get_kernel
-
-    # The documented call, told to take the kernel from this checkout instead of the Hub.
-    os.environ["LOCAL_KERNELS"] = f"{REPO}={ROOT}"
+    """get_kernel("phanerozoic/det-cross-entropy", version=1, trust_remote_code=True), from this checkout instead of the Hub."""
     try:
-        return get_kernel(REPO, version=1, trust_remote_code=True)
+        return local_kernel.load()
     except FileNotFoundError as error:
         raise SystemExit(f"The kernel is not built for this machine: run `make build`.\n\n{error}")
 

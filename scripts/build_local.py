@@ -23,8 +23,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tomllib
 from pathlib import Path
+
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10
+    import tomli as tomllib
 
 from generated import COMPAT_PY, OPS_PY, REGISTRATION_H
 

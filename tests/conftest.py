@@ -1,18 +1,19 @@
 """`dce`: the kernel as built by scripts/build_local.py, loaded as a user would load it."""
+
+import sys
 from pathlib import Path
 
-import kernels
 import pytest
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import local_kernel
 
 
 def load_kernel():
-    # A CUDA build of torch on a machine without a GPU would ask for the CUDA variant, which need not be there.
-    backend = None if torch.cuda.is_available() else "cpu"
     try:
-        return kernels.get_local_kernel(ROOT / "build", backend=backend)
+        return local_kernel.load()
     except FileNotFoundError as error:
         pytest.exit(f"the kernel is not built for this machine: run `make test`, or scripts/build_local.py first\n{error}", returncode=3)
 

@@ -457,7 +457,7 @@ def finalize(words, row, t, M, V=None, ignore_index=-100):
     words = carry(words)
     S = sum(w << 32 * i for i, w in enumerate(words[:6]))
     inside = 0 <= t < V
-    if words[5] < 0 or words[5] >= 1 << 54 or S == 0:
+    if words[5] < 0 or words[5] >= 1 << 54 or S < fr.P_M << fr.n_M - 32 * (fr.B - 4):
         return Final(*_NAN_FINAL, "impossible")
     T = 0
     if inside:

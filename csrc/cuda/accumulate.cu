@@ -7,7 +7,7 @@ namespace cuda {
 namespace {
 
 template <class T, bool kCheck>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads) accumulate_kernel(Logits logits, Targets ignored, const float* row_max, Shard shard, Pieces pieces, int64_t* out) {
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, kAccumulatePolicy.resident) accumulate_kernel(Logits logits, Targets ignored, const float* row_max, Shard shard, Pieces pieces, int64_t* out) {
   __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
   const Piece piece(pieces, shard.hi - shard.lo);
   if (is_ignored(ignored, piece.row)) return;  // its digits are not looked at

@@ -42,6 +42,16 @@ __device__ __forceinline__ int32_t add_terms(Windows& w, const float (&x)[kCount
   return below;
 }
 
+// The same where every s is known to lie in [0, 31].
+template <int kCount>
+__device__ __forceinline__ void add_near_terms(Windows& w, const float (&x)[kCount], float magic) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const Term e = term(x[j], magic);
+    w.near += static_cast<uint64_t>(term_significand(e)) * __funnelshift_l(0, 1, bits(e.z));  // 1 << s: the low five bits of kMagicBits are zero
+  }
+}
+
 // The terms of columns [begin, begin + count) that lie below both windows, straight into digits in shared memory. Read again, for it is rare.
 template <class T>
 __device__ __forceinline__ void add_below_windows(const RowVectors<T>& row, int64_t begin, int count, float max, const RowFrame& frame, int64_t* digits) {

@@ -9,7 +9,7 @@ namespace {
 
 // Rows blockIdx.x, + gridDim.x, ...; with `unless_one`, nothing if the upstream value is 1.
 template <class T>
-__global__ void __launch_bounds__(kBackwardPolicy.threads)
+__global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resident)
     backward_kernel(Logits logits, Targets targets, const float* row_max, const double* state, Upstream up, bool unless_one, Shard shard, Pieces pieces, T* grad) {
   __shared__ RowScale shared_scale;
   if (unless_one && *up.grad == 1.0f) return;

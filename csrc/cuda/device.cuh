@@ -80,8 +80,35 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return m;
 }
 
-__device__ __forceinline__ __nv_bfloat162 max_or_nan(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2_nan(a, b); }
 
+// The greatest and the least of a run of vectors: NaN in `top` if there is one.
+template <class T>
+struct Extremes {
+  float top = -INFINITY, low = INFINITY;
+  __device__ __forceinline__ void add(const Vector<T>& v) {
+#pragma unroll
+    for (int j = 0; j < kVector<T>; ++j) {
+      top = max_or_nan(top, widen(v.lane[j]));
+      low = fminf(low, widen(v.lane[j]));
+    }
+  }
+  __device__ __forceinline__ float greatest() const { return top; }
+  __device__ __forceinline__ float least() const { return low; }
+};
+template <>
+struct Extremes<__nv_bfloat16> {  // two at a time
+  __nv_bfloat162 top = __bfloat162bfloat162(__ushort_as_bfloat16(0xFF80)), low = __bfloat162bfloat162(__ushort_as_bfloat16(0x7F80));
+  __device__ __forceinline__ void add(const Vector<__nv_bfloat16>& v) {
+    const __nv_bfloat162* pair = reinterpret_cast<const __nv_bfloat162*>(&v.raw);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      top = __hmax2_nan(top, pair[j]);
+      low = __hmin2(low, pair[j]);
+    }
+  }
+  __device__ __forceinline__ float greatest() const { return max_or_nan(__low2float(top), __high2float(top)); }
+  __device__ __forceinline__ float least() const { return fminf(__low2float(low), __high2float(low)); }
+};
 // 1 << s; 0 for every s outside [0, 31].
 __device__ __forceinline__ uint32_t one_shifted(uint32_t s) {
   uint32_t w;

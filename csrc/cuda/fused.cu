@@ -4,7 +4,8 @@
 // A block holds a slice of the columns of several rows at a time, in a ring of slots. Its warps:
 //   loader    fills free slots by bulk copies, rows ahead of the rest;
 //   workers   sum their share of row i, each warp relative to the maximum of its own share, then write their share of the gradient of row i - 1;
-//   combiner  adds the warps' sums, exchanges them with the cluster's other blocks (integers: any order), and from the total makes the row's scale.
+//   combiners add the workers' sums, exchange them with the cluster's other blocks (integers: any order), and from the total make the row's scale; several, for it
+//             is a long chain of few instructions.
 // No warp waits for a block-wide barrier: the exchange of row i runs while the workers are busy with the gradient of row i - 1 and the sum of row i + 1.
 //
 // A row that this scheme cannot sum exactly (shifted, or spread so wide that a term may or may not be dropped depending on the maximum) is marked and done by fallback_kernel.
@@ -24,8 +25,12 @@ namespace cuda {
 namespace {
 
 constexpr int kWorkers = 20;  // warps
-constexpr int kCombiner = kWorkers, kLoader = kWorkers + 1;
-constexpr int kFusedThreads = (kWorkers + 2) * kWarp;
+constexpr int kCombiners = 3;  // warps; row i is combiner i % 3's
+constexpr int kLoader = kWorkers + kCombiners;
+constexpr int kFusedThreads = (kLoader + 1) * kWarp;
+// A mailbox is used again when a block's combiner is two rows further. By then it has had the mail of its next row from each other block, which that block's
+// combiner sends after it has read this one: no mail is overwritten unread.
+constexpr int kMailboxes = 2 * kCombiners;
 constexpr int kMaxCluster = 16;
 constexpr int kMaxSlots = 6;
 constexpr uint32_t kBulkBytes = 16384;
@@ -40,7 +45,7 @@ struct WarpSum {
 };
 // What a block tells the others of its slice, relative to the slice's own maximum and base: a row of 64 bytes.
 constexpr int kMailWords = 7;  // digits in radix 2^32 here are seven words, the last below 2^22
-struct Mail {
+struct alignas(16) Mail {
   // digits in halves of 16 bits, summed over the warps: low half in the low 32 bits, high half in the high ones; each below 2^21
   uint64_t halves[kMailWords];
   int32_t image;    // order image of the slice's maximum
@@ -54,17 +59,19 @@ enum RowMode : int32_t { kScaled, kZero, kNaN, kSkip };
 struct RowMessage {
   RowScale scale;
   int32_t n_max;
+  int32_t own;  // the target's column in the slice, if it is in it
   RowMode mode;
 };
 
 struct Control {
   Barrier full[kMaxSlots];    // the slice has arrived
   Barrier summed[kMaxSlots];  // every worker has left its sum
-  Barrier mailed[kMaxSlots];  // every block has left its mail
+  Barrier mailed[kMailboxes]; // every block has left its mail
   Barrier scaled[kMaxSlots];  // the combiner has left its message
-  Barrier empty[kMaxSlots];   // every worker and the combiner are done with the slot
+  Barrier empty[kMaxSlots];   // every worker and the row's combiner are done with the slot
+  int32_t ignored[kMaxSlots];
   WarpSum sum[kMaxSlots][kWorkers];
-  Mail mail[kMaxSlots][kMaxCluster];
+  Mail mail[kMailboxes][kMaxCluster];
   RowMessage message[kMaxSlots];
 };
 
@@ -94,80 +101,99 @@ struct Slot {
   }
 };
 
+// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ... Returns the share's least logit, -inf if it has a NaN.
 template <class T>
-__device__ __forceinline__ int32_t share_max(const uint4* slice, int vectors, int first) {
-  float top = -INFINITY;
-#pragma unroll 4
-  for (int i = first; i < vectors; i += kWorkers * kWarp) {
-    Vector<T> v;
-    v.raw = slice[i];
-#pragma unroll
-    for (int j = 0; j < kVector<T>; ++j) top = max_or_nan(top, widen(v.lane[j]));
-  }
-  return __reduce_max_sync(0xFFFFFFFFu, order_image(top));
-}
-template <>
-__device__ __forceinline__ int32_t share_max<__nv_bfloat16>(const uint4* slice, int vectors, int first) {
-  __nv_bfloat162 top = __bfloat162bfloat162(__ushort_as_bfloat16(0xFF80));  // -inf
-#pragma unroll 4
-  for (int i = first; i < vectors; i += kWorkers * kWarp) {
-    const uint4 raw = slice[i];
-    const __nv_bfloat162* v = reinterpret_cast<const __nv_bfloat162*>(&raw);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) top = max_or_nan(top, v[j]);
-  }
-  return __reduce_max_sync(0xFFFFFFFFu, order_image(max_or_nan(__low2float(top), __high2float(top))));
-}
-
-// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ...
-template <class T>
-__device__ __forceinline__ void sum_share(const uint4* slice, int vectors, int first, WarpSum& out) {
+__device__ __forceinline__ float sum_share(const uint4* slice, int vectors, int first, WarpSum& out) {
   constexpr int kLanes = kVector<T>;
   const int lane = threadIdx.x % kWarp;
-  const int32_t image = share_max<T>(slice, vectors, first);
-  const float top = from_order_image(image);
+  const uint32_t all = 0xFFFFFFFFu;
+  Vector<T> v;
+  Extremes<T> extremes;
+#pragma unroll 4
+  for (int i = first; i < vectors; i += kWorkers * kWarp) {
+    v.raw = slice[i];
+    extremes.add(v);
+  }
+  const int32_t image = __reduce_max_sync(all, order_image(extremes.greatest()));
+  const float top = from_order_image(image), low = is_nan(top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least())));
+
   Windows w;
   int32_t below = kNoneBelow;
   const bool has_terms = top >= kLowestTerm && top < 0x1p+20f;
   const int32_t n_top = has_terms ? term_exponent(term(top)) : 0;
-  if (has_terms) {
-    const float near_magic = magic(n_top - 31);
+  const float near_magic = magic(n_top - 31);
+  float x[kLanes];
+  if (has_terms && term(low, near_magic).z >= kMagic) {  // every term in one window
 #pragma unroll 2
     for (int i = first; i < vectors; i += kWorkers * kWarp) {
-      Vector<T> v;
       v.raw = slice[i];
-      float x[kLanes];
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      add_near_terms(w, x, near_magic);
+    }
+  } else if (has_terms) {
+    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+      v.raw = slice[i];
 #pragma unroll
       for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
       below = max(below, add_terms(w, x, near_magic));
     }
   }
   constexpr uint32_t kMask = (1u << 21) - 1;
-  uint32_t far[3] = {0, 0, 0};
-  const uint32_t all = 0xFFFFFFFFu;
-  uint32_t near[3];
-  near[0] = __reduce_add_sync(all, static_cast<uint32_t>(w.near) & kMask);
-  near[1] = __reduce_add_sync(all, static_cast<uint32_t>(w.near >> 21) & kMask);
-  near[2] = __reduce_add_sync(all, static_cast<uint32_t>(w.near >> 42));
-  if (__any_sync(all, w.far != 0)) {
-    far[0] = __reduce_add_sync(all, static_cast<uint32_t>(w.far) & kMask);
-    far[1] = __reduce_add_sync(all, static_cast<uint32_t>(w.far >> 21) & kMask);
-    far[2] = __reduce_add_sync(all, static_cast<uint32_t>(w.far >> 42));
+  const uint64_t window[2] = {w.near, w.far};
+  uint32_t piece[2][3] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (i == 1 && !__any_sync(all, w.far != 0)) break;
+    piece[i][0] = __reduce_add_sync(all, static_cast<uint32_t>(window[i]) & kMask);
+    piece[i][1] = __reduce_add_sync(all, static_cast<uint32_t>(window[i] >> 21) & kMask);
+    piece[i][2] = __reduce_add_sync(all, static_cast<uint32_t>(window[i] >> 42));
   }
   if (__any_sync(all, below != kNoneBelow)) below = __reduce_max_sync(all, below);
   if (lane == 0) {
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-      out.near[i] = near[i];
-      out.far[i] = far[i];
+      out.near[i] = piece[0][i];
+      out.far[i] = piece[1][i];
     }
     out.image = image;
     out.below = below == kNoneBelow ? kNowhere : below + n_top - 31;
   }
+  return low;
+}
+
+// The same share of the gradient, for the least logit that sum_share returned. own: the target's column in the slice, or elsewhere.
+template <class T>
+__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, float low, const RowMessage& message, T* to) {
+  constexpr int kLanes = kVector<T>;
+  constexpr int kStride = kWorkers * kWarp;
+  Vector<T> v;
+  float x[kLanes];
+  const float row_magic = magic(message.n_max);
+  if (term(low, row_magic).z >= kMagic - kGradDepth) {
+#pragma unroll 2
+    for (int i = first; i < vectors; i += kStride) {
+      v.raw = slice[i];
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      gradients<T, false>(x, row_magic, message.scale.scale, v.lane);
+      __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+    }
+  } else {
+    for (int i = first; i < vectors; i += kStride) {
+      v.raw = slice[i];
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      gradients<T, true>(x, row_magic, message.scale.scale, v.lane);
+      __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+    }
+  }
+  // the target's column, by the thread that wrote over it
+  if (message.own >= 0 && message.own < vectors * kLanes && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
 }
 
 // The combiner's half of a row before the exchange: the block's mail to itself and all others. Lane i speaks for worker i.
-__device__ __forceinline__ void send_mail(Control& control, int slot, int cluster, uint32_t rank) {
+__device__ __forceinline__ void send_mail(Control& control, int slot, int box, int cluster, uint32_t rank) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   WarpSum mine = {};
@@ -220,10 +246,9 @@ __device__ __forceinline__ void send_mail(Control& control, int slot, int cluste
     out[i] = __reduce_add_sync(all, word[i] & 0xFFFF) | static_cast<uint64_t>(__reduce_add_sync(all, word[i] >> 16)) << 32;
   out[kMailWords] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
   if (lane < cluster) {
-    uint64_t* const to = reinterpret_cast<uint64_t*>(&control.mail[slot][rank]);
+    uint64_t* const to = reinterpret_cast<uint64_t*>(&control.mail[box][rank]);
 #pragma unroll
-    for (int i = 0; i <= kMailWords; ++i) store_at(lane, to + i, out[i]);
-    control.mailed[slot].arrive_at(lane);
+    for (int i = 0; i <= kMailWords; i += 2) send(lane, to + i, out[i], out[i + 1], control.mailed[box]);
   }
 }
 
@@ -235,11 +260,11 @@ struct RowTotal {
   bool degenerate;
   bool exact;  // false: the row needs the fallback
 };
-__device__ __forceinline__ RowTotal read_mail(const Control& control, int slot, int cluster) {
+__device__ __forceinline__ RowTotal read_mail(const Control& control, int box, int cluster) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   const bool has = lane < cluster;
-  const Mail& mail = control.mail[slot][has ? lane : 0];
+  const Mail& mail = control.mail[box][has ? lane : 0];
   RowTotal out = {};
   out.max = from_order_image(__reduce_max_sync(all, mail.image));
   out.exact = true;
@@ -329,10 +354,10 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     for (int i = 0; i < rows.slots; ++i) {
       control.full[i].init(1);
       control.summed[i].init(kWorkers);
-      control.mailed[i].init(cluster);
       control.scaled[i].init(1);
       control.empty[i].init(kWorkers + 1);
     }
+    for (int i = 0; i < kMailboxes; ++i) control.mailed[i].init(1);
     fence_barrier_init();
   }
   cluster_sync();
@@ -343,7 +368,9 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       int64_t count = 0;
       for (int64_t row = first_row; row < rows.logits.rows; row += clusters, ++count, slot.next(rows.slots)) {
         if (count >= rows.slots) control.empty[slot.index].wait(slot.parity ^ 1);
-        if (is_ignored(rows.targets, row)) {
+        const bool ignored = is_ignored(rows.targets, row);
+        control.ignored[slot.index] = ignored;
+        if (ignored) {
           control.full[slot.index].arrive();
           continue;
         }
@@ -354,31 +381,35 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           bulk_load(ring + slot.index * slot_bytes + at, from + at, bytes - at < kBulkBytes ? bytes - at : kBulkBytes, control.full[slot.index]);
       }
     }
-  } else if (warp == kCombiner) {
-    uint32_t mail_parity = 0;  // a bit a slot: rows that are ignored send no mail
+  } else if (warp >= kWorkers) {
+    const int own = warp - kWorkers;
+    for (int i = 0; i < own; ++i) slot.next(rows.slots);
+    uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
     const double g = upstream(1.0f, rows.sums != nullptr ? rows.sums[kCountWord] : 0);
-    for (int64_t row = first_row; row < rows.logits.rows; row += clusters, slot.next(rows.slots)) {
+    for (int64_t row = first_row + own * clusters; row < rows.logits.rows; row += kCombiners * clusters) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
       const bool has_target = target >= 0 && target < rows.logits.columns;
       const float x = has_target && !ignored ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
-      RowMessage message = {{0.0f, 0.0f}, 0, kZero};
+      RowMessage message = {{0.0f, 0.0f}, 0, -1, kZero};
       RowTotal total = {};
       total.max = -INFINITY;
       total.exact = true;
       control.summed[slot.index].wait(slot.parity);
       if (!ignored) {
-        send_mail(control, slot.index, cluster, rank);
-        control.mailed[slot.index].wait_cluster(mail_parity >> slot.index & 1);
-        mail_parity ^= 1u << slot.index;
-        total = read_mail(control, slot.index, cluster);
+        const int box = own + (turn & 1) * kCombiners;
+        if (lane == 0) control.mailed[box].arrive_and_expect(cluster * static_cast<uint32_t>(sizeof(Mail)));
+        send_mail(control, slot.index, box, cluster, rank);
+        control.mailed[box].wait(turn >> 1 & 1);
+        ++turn;
+        total = read_mail(control, box, cluster);
         if (kGrad) {
           if (!total.exact) {
             message.mode = kSkip;
           } else if (total.degenerate || !has_target) {
             message.mode = kNaN;
           } else {
-            message = {row_scale(g, state_of(total, x)), total.n_max, kScaled};
+            message = {row_scale(g, state_of(total, x)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
           }
         }
       }
@@ -397,18 +428,20 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           words[kDigits - 1] = static_cast<int64_t>(total.limb[2] >> 32 | total.limb[3] << 32);
         }
       }
+      for (int i = 0; i < kCombiners; ++i) slot.next(rows.slots);
     }
   } else {
     Slot grad_slot;
-    const int first = warp * kWarp + lane;
     int64_t grad_row = first_row;
+    int turn = warp, grad_turn = warp;  // shares go round, for some are a vector longer
+    float grad_low = 0.0f;
     // one iteration more than rows: the last has only a gradient to write
     for (int64_t row = first_row; row < rows.logits.rows || (kGrad && grad_row < rows.logits.rows); row += clusters) {
+      float low = -INFINITY;
       if (row < rows.logits.rows) {
         control.full[slot.index].wait(slot.parity);
-        if (!is_ignored(rows.targets, row)) {
-          sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, first, control.sum[slot.index][warp]);
-        }
+        if (!control.ignored[slot.index])
+          low = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, control.sum[slot.index][warp]);
         __syncwarp();
         if (lane == 0) {
           control.summed[slot.index].arrive();
@@ -416,37 +449,28 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         }
         slot.next(rows.slots);
       }
-      if (!kGrad || row == first_row) continue;
-
-      control.scaled[grad_slot.index].wait(grad_slot.parity);
-      const RowMessage message = control.message[grad_slot.index];
-      const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
-      T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
-      if (message.mode == kScaled) {
-        const int64_t own = target_at(rows.targets, grad_row) - begin;
-        const float row_magic = magic(message.n_max);
-#pragma unroll 2
-        for (int i = first; i < vectors; i += kWorkers * kWarp) {
+      if (kGrad && row != first_row) {
+        control.scaled[grad_slot.index].wait(grad_slot.parity);
+        const RowMessage message = control.message[grad_slot.index];
+        const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
+        T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
+        const int first = grad_turn * kWarp + lane;
+        if (message.mode == kScaled) {
+          write_share<T>(slice, vectors, first, grad_low, message, to);
+        } else if (message.mode != kSkip) {
           Vector<T> v;
-          v.raw = slice[i];
-          float x[kLanes];
 #pragma unroll
-          for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
-          gradients(x, row_magic, message.scale.scale, v.lane);
-          __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+          for (int j = 0; j < kLanes; ++j) v.lane[j] = message.mode == kZero ? narrow<T>(0.0f) : canonical_nan<T>();
+          for (int i = first; i < vectors; i += kWorkers * kWarp) __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
         }
-        // the target's column, by the thread that wrote over it
-        if (own >= 0 && own < columns && static_cast<int>(own) / kLanes % (kWorkers * kWarp) == first) to[own] = narrow<T>(message.scale.target);
-      } else if (message.mode != kSkip) {
-        Vector<T> v;
-#pragma unroll
-        for (int j = 0; j < kLanes; ++j) v.lane[j] = message.mode == kZero ? narrow<T>(0.0f) : canonical_nan<T>();
-        for (int i = first; i < vectors; i += kWorkers * kWarp) __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+        __syncwarp();
+        if (lane == 0) control.empty[grad_slot.index].arrive();
+        grad_slot.next(rows.slots);
+        grad_row += clusters;
       }
-      __syncwarp();
-      if (lane == 0) control.empty[grad_slot.index].arrive();
-      grad_slot.next(rows.slots);
-      grad_row += clusters;
+      grad_low = low;
+      grad_turn = turn;
+      turn = turn + 7 < kWorkers ? turn + 7 : turn + 7 - kWorkers;
     }
   }
   __syncwarp();
@@ -456,7 +480,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
 
 // Rows marked kRedo, one a block at a time, with the maximum known.
 template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads) fallback_kernel(const Rows rows) {
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(const Rows rows) {
   constexpr int kThreads = kAccumulatePolicy.threads;
   __shared__ SumScratch<kThreads> scratch;
   __shared__ RowScale shared_scale;

@@ -6,15 +6,15 @@
 namespace dce {
 namespace cuda {
 
-// x: shifted logits; magic: magic(n_max); scale finite.
-template <class T, int kCount>
+// x: shifted logits; magic: magic(n_max); scale finite. kDeep: some may lie more than kGradDepth octaves below the maximum, or have no term.
+template <class T, bool kDeep, int kCount>
 __device__ __forceinline__ void gradients(const float (&x)[kCount], float magic, float scale, T* out) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     const Term e = term(x[j], magic);
     // the low bits of z are n - n_max, and those of kMagicBits are zero: shifted by 23 they move the exponent of a
     const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
-    out[j] = narrow<T>(mul32(e.z >= kMagic - kGradDepth ? a : 0.0f, scale));
+    out[j] = narrow<T>(mul32(!kDeep || e.z >= kMagic - kGradDepth ? a : 0.0f, scale));
   }
 }
 
@@ -51,7 +51,7 @@ __device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float
       float x[kLanes];
 #pragma unroll
       for (int j = 0; j < kLanes; ++j) x[j] = add32(widen(v[u].lane[j]), -frame.shift);
-      gradients(x, row_magic, f.scale, v[u].lane);
+      gradients<T, true>(x, row_magic, f.scale, v[u].lane);
       store(row, i + u * kThreads, v[u], to, phase);
     }
   }

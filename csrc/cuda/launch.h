@@ -21,13 +21,14 @@ inline cudaStream_t stream_of(Context c) { return static_cast<cudaStream_t>(c.st
 // How a stage fills the machine.
 struct Policy {
   int threads;             // of a block
+  int resident;            // blocks a processor that the registers must allow
   int unroll;              // 16-byte loads in flight a thread
   int64_t piece_bytes;     // what a block takes of a row at least
   int blocks_a_processor;  // as many pieces as make this many blocks, where rows are few
 };
-constexpr Policy kRowMaxPolicy = {256, 4, 32768, 16};
-constexpr Policy kAccumulatePolicy = {256, 4, 32768, 16};
-constexpr Policy kBackwardPolicy = {256, 4, 16384, 16};
+constexpr Policy kRowMaxPolicy = {256, 4, 4, 32768, 16};
+constexpr Policy kAccumulatePolicy = {256, 2, 4, 32768, 16};
+constexpr Policy kBackwardPolicy = {256, 3, 4, 16384, 16};
 // The fused kernel (fused.cu): rows in shared memory.
 struct FusedPolicy {
   int64_t least_row_bytes;    // shorter rows go stage by stage: the exchange would cost more than the read it saves

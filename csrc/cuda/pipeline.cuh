@@ -16,32 +16,12 @@ struct Barrier {
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&word)), "r"(bytes) : "memory");
   }
-  // An arrival at the same barrier of block `rank` of the cluster.
-  __device__ __forceinline__ void arrive_at(uint32_t rank) {
-    asm volatile(
-        "{\n"
-        ".reg .b32 remote;\n"
-        "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n"
-        "}" ::"r"(shared_address(&word)), "r"(rank) : "memory");
-  }
   __device__ __forceinline__ void wait(uint32_t parity) {
     asm volatile(
         "{\n"
         ".reg .pred done;\n"
         "WAIT:\n"
         "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-        "@done bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE:\n"
-        "}" ::"r"(shared_address(&word)), "r"(parity) : "memory");
-  }
-  __device__ __forceinline__ void wait_cluster(uint32_t parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "WAIT:\n"
-        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
         "@done bra DONE;\n"
         "bra WAIT;\n"
         "DONE:\n"
@@ -66,14 +46,15 @@ __device__ __forceinline__ void bulk_load(void* to, const void* from, uint32_t b
                : "memory");
 }
 
-// 8 bytes into the shared memory of block `rank`, at the address of `here` in this block.
-__device__ __forceinline__ void store_at(uint32_t rank, void* here, uint64_t v) {
+// 16 bytes into the shared memory of block `rank`, at the address of `here` in this block; counted there by the barrier at the address of `barrier`.
+__device__ __forceinline__ void send(uint32_t rank, void* here, uint64_t a, uint64_t b, Barrier& barrier) {
   asm volatile(
       "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.u64 [remote], %2;\n"
-      "}" ::"r"(shared_address(here)), "r"(rank), "l"(v) : "memory");
+      ".reg .b32 remote, remote_barrier;\n"
+      "mapa.shared::cluster.u32 remote, %0, %2;\n"
+      "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [remote], {%3, %4}, [remote_barrier];\n"
+      "}" ::"r"(shared_address(here)), "r"(shared_address(&barrier.word)), "r"(rank), "l"(a), "l"(b) : "memory");
 }
 
 }  // namespace cuda

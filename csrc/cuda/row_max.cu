@@ -6,7 +6,7 @@ namespace cuda {
 namespace {
 
 template <class T>
-__global__ void __launch_bounds__(kRowMaxPolicy.threads) rowmax_kernel(Logits logits, Targets ignored, Shard shard, Pieces pieces, int32_t* image) {
+__global__ void __launch_bounds__(kRowMaxPolicy.threads, kRowMaxPolicy.resident) rowmax_kernel(Logits logits, Targets ignored, Shard shard, Pieces pieces, int32_t* image) {
   constexpr int kUnroll = kRowMaxPolicy.unroll, kThreads = kRowMaxPolicy.threads;
   __shared__ int32_t scratch[kThreads / kWarp];
   const Piece piece(pieces, shard.hi - shard.lo);

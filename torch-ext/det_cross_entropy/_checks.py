@@ -136,11 +136,11 @@ def raise_for_status(status, targets, size, ignore_index, words=None):
         raise ValueError(f"den_digits: row {row} met {count} logits above the given global_rowmax, or NaN; the maximum is stale{more}")
     if flags & BAD_COLUMNS:
         count = int(words[row, 6])
-        what = "missing" if count < size else "there twice"
-        raise ValueError(f"den_digits: row {row} sums {count} columns of {size}; a shard is {what}{more}")
+        what = "a shard is missing" if count < size else "a shard is there twice, or logits is not the whole vocabulary"
+        raise ValueError(f"den_digits: row {row} sums {count} columns of {size}; {what}{more}")
     if flags & BAD_COVER:
         raise ValueError(
-            f"den_digits: row {row}: the shards do not cover columns 0 to {size} once each, or were computed for another global_rowmax{more}"
+            f"den_digits: row {row}: the shards do not cover columns 0 to {size} once each (v_start?), or were computed for another global_rowmax{more}"
         )
     if flags & BAD_DIGITS:
         raise ValueError(f"den_digits: row {row}: no logits have these digits with this global_rowmax and target{more}")

@@ -1,5 +1,6 @@
 """What an auditor runs: digests of bytes, and the golden cases on the device at hand."""
 
+import ctypes
 import hashlib
 from typing import Dict, List, NamedTuple, Optional
 
@@ -13,8 +14,9 @@ def digest(tensor):
     """SHA-256, in hex, of a tensor's elements in row-major order, little-endian: equal for equal bytes, whatever device or strides."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"tensor: expected a torch.Tensor, got {type(tensor).__name__}")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().tobytes()).hexdigest()
+    flat = tensor.detach().cpu().contiguous()
+    size = flat.numel() * flat.element_size()
+    return hashlib.sha256(ctypes.string_at(flat.data_ptr(), size) if size else b"").hexdigest()
 
 
 class SelfTest(NamedTuple):
@@ -43,6 +45,8 @@ def self_test(device: Optional[str] = None) -> SelfTest:
     """Recomputes the golden cases on `device` (default: the current GPU if there is one, else the CPU) and compares digests."""
     if device is None:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device: expected one that this torch can use, got {device!r}")
     seen = case_digests(device)
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)
     different = [f"{case}/{key}" for case, want in DIGESTS.items() for key in want if seen.get(case, {}).get(key) != want[key]]

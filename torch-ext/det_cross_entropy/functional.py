@@ -21,7 +21,7 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, valid
 
     Returns:
         float32 loss in nats: a scalar, or the shape of targets for "none". A row with a NaN or +inf logit, or nothing but -inf, is NaN;
-        the mean of no rows is NaN. Differentiable once with respect to logits; the gradient has the dtype of logits.
+        a target whose logit is -inf has loss +inf; the mean of no rows is NaN. Differentiable once with respect to logits; the gradient has the dtype of logits.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got.

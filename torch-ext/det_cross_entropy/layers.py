@@ -7,7 +7,10 @@ from .functional import cross_entropy
 
 
 class CrossEntropyLoss(nn.Module):
-    """``cross_entropy`` as a module; set ``reduction`` and ``ignore_index`` on the instance or a subclass."""
+    """``cross_entropy`` as a module. It takes no arguments: set ``reduction`` and ``ignore_index`` on the instance or in a subclass.
+
+    ``loss = CrossEntropyLoss(); loss.reduction = "sum"``
+    """
 
     reduction: str = "mean"
     ignore_index: int = -100

@@ -1,0 +1,59 @@
+"""Spec 1 is frozen: every quantity of every golden case has the digest in golden.json, on each path that the processor has."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import oracle
+from cases import assert_bits
+
+HERE = Path(__file__).resolve().parent
+GOLDEN = json.loads((HERE / "golden.json").read_text())
+
+
+def test_digests_are_the_golden_ones(dce):
+    assert dce.spec_version == GOLDEN["spec_version"]
+    assert dce.audit.case_digests("cpu") == GOLDEN["digests"]
+
+
+def test_the_package_carries_the_same_digests(dce):
+    from_package = dce.self_test("cpu")
+    assert from_package.equal and from_package.compared == sum(map(len, GOLDEN["digests"].values()))
+
+
+@pytest.mark.parametrize("path", ["portable", "avx2", "avx512"])  # one that the processor lacks falls to the next it has
+def test_every_instruction_set(path):
+    code = "import conftest, sys; r = conftest.load_kernel().self_test('cpu'); print(r); sys.exit(not r.equal)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, env={**os.environ, "DCE_CPU": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_gpu(dce):
+    assert dce.self_test("cuda").equal
+
+
+def test_a_wrong_digest_is_named(dce, monkeypatch):
+    wrong = {"normal-fp32": {**dce.audit.DIGESTS["normal-fp32"], "loss": "0" * 64}}
+    monkeypatch.setattr(dce.audit, "DIGESTS", wrong)
+    result = dce.self_test("cpu")
+    assert not result.equal and result.different == ["normal-fp32/loss"] and "normal-fp32/loss" in str(result)
+
+
+def test_the_oracle_agrees(dce):
+    """The golden losses, sums and digests of the cases that exercise every rule, from Python integers alone."""
+    for name in ("special-fp32", "special-bf16", "special-fp16", "narrow-fp32", "one-column-fp32"):
+        logits, targets, _ = dce.golden.inputs(name)
+        results = dce.golden.run(name)
+        rows = logits.float().tolist()
+        for row, values in enumerate(rows):
+            maximum = oracle.row_max(values)
+            words = oracle.denom_digits(values, maximum, 0, len(values))
+            assert list(oracle.carry(words)) == results["digits"][row].tolist() or targets[row] == -100
+            loss = oracle.finalize(words, values, int(targets[row]), maximum).loss
+            assert_bits(results["loss"][row], loss, f"{name}, row {row}")
