@@ -128,7 +128,7 @@ def main():
     dce = load_kernel()
 
     where = torch.cuda.get_device_name() if device.type == "cuda" else "the CPU, 2 threads"
-    print(f"Kernel: {REPO}, spec {dce.spec_version}, torch {torch.__version__}, on {where}.")
+    print(f"Kernel: {local_kernel.REPO}, spec {dce.spec_version}, torch {torch.__version__}, on {where}.")
     text = corpus.load(VOCABULARY)
     print(
         f"Text:   {text.files} modules of Python {sys.version.split()[0]}'s standard library, {len(text.tokens):,} tokens of a"
