@@ -91,7 +91,7 @@ struct Term {
   float z;  // n - anchor + kMagic; bits(z) - kMagicBits = n - anchor
   float t;  // e^r + 0.5
 };
-// kMagic for exponents relative to `anchor`, |anchor| < 2^21. x log2(e) is never halfway between integers where a term is defined (the product's
+// kMagic for exponents relative to `anchor`, |anchor| < 2^22 - 2^20. x log2(e) is never halfway between integers where a term is defined (the product's
 // significand is odd), so n is the same for every anchor.
 DCE_FN float magic(int32_t anchor) { return add32(kMagic, -static_cast<float>(anchor)); }
 // Garbage, but no trap, outside [-2^21, 2^20]: callers select by z.

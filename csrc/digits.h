@@ -38,10 +38,14 @@ DCE_FN void add_shifted(int64_t* digits, uint128 v, int shift) {
   }
 }
 
+// Sums of words wrap as two's complement: no words, however wrong, are undefined behaviour.
+DCE_FN int64_t wrapping_add(int64_t a, int64_t b) { return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b)); }
+DCE_FN int64_t wrapping_sub(int64_t a, int64_t b) { return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b)); }
+
 // Canonical form: words 0..4 in [0, 2^32). Arithmetic shifts, so negative words borrow.
 DCE_FN void carry(int64_t* digits) {
   for (int i = 0; i < kDigits - 1; ++i) {
-    digits[i + 1] += digits[i] >> 32;
+    digits[i + 1] = wrapping_add(digits[i + 1], digits[i] >> 32);
     digits[i] &= 0xFFFFFFFF;
   }
 }

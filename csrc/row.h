@@ -79,7 +79,7 @@ DCE_FN int32_t row_sums(const int64_t* digits, float row_max, bool has_target, f
     if (out.kept) {
       int64_t own[kDigits] = {0, 0, 0, 0, 0, 0};
       add_shifted(own, term_significand(e), out.n_target - out.frame.base);
-      for (int i = 0; i < kDigits; ++i) sum[i] -= own[i];
+      for (int i = 0; i < kDigits; ++i) sum[i] = wrapping_sub(sum[i], own[i]);
       carry(sum);
       if (sum[kDigits - 1] < 0) return kBadDigits;
     }
@@ -147,7 +147,7 @@ DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t targe
   const RowFrame frame = row_frame(row_max);
   int64_t rest[kDigits], own[kDigits] = {0, 0, 0, 0, 0, 0};
   add_shifted(own, term_significand(term(add32(row_max, -frame.shift))), frame.n_max - frame.base);
-  for (int i = 0; i < kDigits; ++i) rest[i] = words[i] - own[i];
+  for (int i = 0; i < kDigits; ++i) rest[i] = wrapping_sub(words[i], own[i]);
   carry(rest);
   if (rest[kDigits - 1] < 0) out.status |= kBadDigits;
 
@@ -167,10 +167,11 @@ struct RowScale {
   float scale;   // of every column's a = P 2^-23 2^(n - n_max)
   float target;  // the gradient at the target itself
 };
-// grad: the row's upstream gradient; count: rows counted, for a mean, else 0.
-DCE_FN double upstream(float grad, int64_t count) {
+// grad: the row's upstream gradient; count: for a mean, points to the number of rows counted, else null.
+DCE_FN double upstream(float grad, const int64_t* count) {
   const double g = static_cast<double>(grad);
-  return count > 0 ? div(g, static_cast<double>(count)) : g;
+  if (count == nullptr) return g;
+  return *count > 0 ? div(g, static_cast<double>(*count)) : from_bits(uint64_t{0x7FF8000000000000});
 }
 DCE_FN RowScale row_scale(double upstream, const RowState& state) {
   const RowScale out = {static_cast<float>(mul64(upstream, state.inv)), static_cast<float>(mul64(upstream, state.tgt))};

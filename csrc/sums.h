@@ -43,18 +43,19 @@ DCE_FN void add_loss(float loss, int64_t* words) {
 // RN32 of the exact sum over `count` (1 for a plain sum), rounded once.
 DCE_FN float round_sum(const int64_t* words, bool mean) {
   const bool plus = words[kPlusInfWord] > 0, minus = words[kMinusInfWord] > 0;
-  const uint64_t count = mean ? static_cast<uint64_t>(words[kCountWord]) : 1;
-  if ((plus && minus) || count == 0) return from_bits(kNaN32);
+  if (plus && minus) return from_bits(kNaN32);
   if (plus) return from_bits(kInf32);
   if (minus) return from_bits(kInf32 | 0x80000000u);
+  if (mean && words[kCountWord] < 1) return from_bits(kNaN32);
+  const uint64_t count = mean ? static_cast<uint64_t>(words[kCountWord]) : 1;
 
   // sign and magnitude, 32 bits a limb; word 8 takes what is left of the carries, |word 8| < 2^63
   int64_t w[kSumDigits];
   bool negative = false;
   for (int pass = 0; pass < 2; ++pass) {
-    for (int i = 0; i < kSumDigits; ++i) w[i] = pass ? -w[i] : words[i];
+    for (int i = 0; i < kSumDigits; ++i) w[i] = pass ? wrapping_sub(0, w[i]) : words[i];
     for (int i = 0; i < kSumDigits - 1; ++i) {
-      w[i + 1] += w[i] >> 32;
+      w[i + 1] = wrapping_add(w[i + 1], w[i] >> 32);
       w[i] &= 0xFFFFFFFF;
     }
     if (w[kSumDigits - 1] >= 0) break;

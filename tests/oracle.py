@@ -563,7 +563,7 @@ def reduce(words, reduction="mean"):
         return -INF
     L = sum(w << 32 * j for j, w in enumerate(words[:9]))
     if reduction == "mean":
-        if words[9] == 0:
+        if words[9] < 1:
             return NAN
         out = _round_ratio(L, words[9] << 149, "fp32")
     else:

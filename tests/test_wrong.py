@@ -536,3 +536,32 @@ def test_the_values_are_the_oracles(dce):
     """So that this file's 'right' is right."""
     loss = dce.cross_entropy(LOGITS, TARGETS, "none")
     assert_bits(loss, [o.forward(row, t)[0].loss for row, t in zip(LOGITS.double().tolist(), TARGETS.tolist())])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Found by review: what a derivative or a count must not silently become
+
+
+def test_forward_mode_is_refused(dce):
+    x, t = torch.randn(3, 7), torch.tensor([0, 1, 2])
+    for derivative in (lambda: torch.func.jvp(lambda z: dce.cross_entropy(z, t), (x,), (x,)), lambda: torch.func.jacfwd(lambda z: dce.cross_entropy(z, t))(x)):
+        with pytest.raises(NotImplementedError, match="forward-mode"):
+            derivative()
+
+
+@pytest.mark.parametrize("count", [0, -5])
+def test_a_count_below_one_is_no_mean(dce, count):
+    x, t = torch.randn(3, 7), torch.tensor([0, 1, 2])
+    m = dce.rowmax(x)
+    d = dce.denom_digits(x, m)
+    sums = dce.loss_digits(dce.finalize(d, x, t, m)[0], t)
+    sums[9] = count
+    assert dce.reduce_digits(sums).isnan()
+    assert dce.grad_logits(torch.tensor(1.0), x, t, d, m, sums=sums).isnan().all()
+
+
+def test_ignored_rows_are_not_read_when_rows_are_cut(dce):
+    """Few long rows: each is cut over threads, and an ignored one still reports the maximum of nothing."""
+    x = torch.randn(2, 200_001)
+    loss, rowmax, denom = dce.forward(x, torch.tensor([-100, 5]))
+    assert loss[0] == 0 and rowmax[0] == -INF and denom[0] == 0 and rowmax[1] == x[1].max()

@@ -112,7 +112,12 @@ void finalize_one(const int64_t* digits, const Logits& logits, const Targets& ta
 
 }  // namespace
 
-void row_max(const Logits& logits, const Shard& shard, float* out, Context) {
+namespace {
+
+// skip: rows that are not read, or null.
+bool skipped(const Targets* skip, int64_t row) { return skip && target_at(*skip, row) == skip->ignore_index; }
+
+void row_max_of(const Logits& logits, const Targets* skip, const Shard& shard, float* out) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   std::vector<int32_t> image(logits.rows * cut.pieces, kImageOfNegInf);
@@ -121,7 +126,7 @@ void row_max(const Logits& logits, const Shard& shard, float* out, Context) {
     parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
       const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0) image[i] = loops_for(T{}).max_image(x, left < cut.length ? left : cut.length);
+      if (left > 0 && !skipped(skip, row)) image[i] = loops_for(T{}).max_image(x, left < cut.length ? left : cut.length);
     });
   });
   for (int64_t i = 0; i < logits.rows * cut.pieces; ++i) {
@@ -131,7 +136,7 @@ void row_max(const Logits& logits, const Shard& shard, float* out, Context) {
   for (int64_t row = 0; row < logits.rows; ++row) out[row] = from_order_image(image[row * cut.pieces]);
 }
 
-void denom_digits(const Logits& logits, const float* row_max, const Shard& shard, int64_t* digits, Context) {
+void digits_of_rows(const Logits& logits, const Targets* skip, const float* row_max, const Shard& shard, int64_t* digits) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   std::vector<int64_t> part(logits.rows * cut.pieces * kWords, 0);
@@ -140,7 +145,7 @@ void denom_digits(const Logits& logits, const float* row_max, const Shard& shard
     parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
       const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0) digits_of(x, left < cut.length ? left : cut.length, canonical_max(row_max[row]), &part[i * kWords]);
+      if (left > 0 && !skipped(skip, row)) digits_of(x, left < cut.length ? left : cut.length, canonical_max(row_max[row]), &part[i * kWords]);
     });
   });
   for (int64_t row = 0; row < logits.rows; ++row) {
@@ -153,6 +158,14 @@ void denom_digits(const Logits& logits, const float* row_max, const Shard& shard
     words[kColumnsWord] += n;
     words[kTagWord] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi);
   }
+}
+
+}  // namespace
+
+void row_max(const Logits& logits, const Shard& shard, float* out, Context) { row_max_of(logits, nullptr, shard, out); }
+
+void denom_digits(const Logits& logits, const float* row_max, const Shard& shard, int64_t* digits, Context) {
+  digits_of_rows(logits, nullptr, row_max, shard, digits);
 }
 
 void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context) {
@@ -179,7 +192,7 @@ void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t i
 }
 
 double upstream_of(const Upstream& u, int64_t row) {
-  return upstream(u.grad ? u.grad[row * u.stride] : 1.0f, u.sums ? u.sums[kCountWord] : 0);
+  return upstream(u.grad ? u.grad[row * u.stride] : 1.0f, u.sums ? u.sums + kCountWord : nullptr);
 }
 
 // Forward, row by row while it is in the cache; and the gradient, if grad is not null.
@@ -211,11 +224,9 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
 void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, Context context) {
   if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, nullptr, nullptr);
   const Shard whole = {0, logits.columns, 0};
-  row_max(logits, whole, row_max_out, context);
-  denom_digits(logits, row_max_out, whole, digits, context);
+  row_max_of(logits, &targets, whole, row_max_out);
+  digits_of_rows(logits, &targets, row_max_out, whole, digits);
   finalize(digits, logits, targets, row_max_out, out, context);
-  for (int64_t row = 0; row < logits.rows; ++row)
-    if (out.status[row] & kIgnored) row_max_out[row] = -HUGE_VALF;
 }
 
 void forward_backward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, const int64_t* sums, void* grad, Context context) {

@@ -52,6 +52,19 @@ __device__ __forceinline__ void add_near_terms(Windows& w, const float (&x)[kCou
   }
 }
 
+// The same where every s is known to lie in [-32, 31].
+template <int kCount>
+__device__ __forceinline__ void add_near_and_far_terms(Windows& w, const float (&x)[kCount], float far_magic) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const Term e = term(x[j], far_magic);
+    const uint64_t p = term_significand(e);
+    const uint64_t weight = uint64_t{1} << (bits(e.z) & 63);  // 1 << (s + 32): its halves are the weights in the two windows
+    w.far += p * static_cast<uint32_t>(weight);
+    w.near += p * static_cast<uint32_t>(weight >> 32);
+  }
+}
+
 // The terms of columns [begin, begin + count) that lie below both windows, straight into digits in shared memory. Read again, for it is rare.
 template <class T>
 __device__ __forceinline__ void add_below_windows(const RowVectors<T>& row, int64_t begin, int count, float max, const RowFrame& frame, int64_t* digits) {

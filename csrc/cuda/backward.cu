@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
     const int64_t target = target_at(targets, piece.row);
     const bool ignored = target == targets.ignore_index;
     if (threadIdx.x == 0 && !ignored) {
-      const double g = upstream(up.grad != nullptr ? up.grad[piece.row * up.stride] : 1.0f, up.sums != nullptr ? up.sums[kCountWord] : 0);
+      const double g = upstream(up.grad != nullptr ? up.grad[piece.row * up.stride] : 1.0f, up.sums != nullptr ? up.sums + kCountWord : nullptr);
       shared_scale = row_scale(g, {state[2 * piece.row], state[2 * piece.row + 1]});
     }
     __syncthreads();

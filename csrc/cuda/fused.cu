@@ -13,7 +13,6 @@
 
 #include <map>
 #include <mutex>
-#include <tuple>
 
 #include "../sums.h"
 #include "accumulate.cuh"
@@ -24,7 +23,7 @@ namespace dce {
 namespace cuda {
 namespace {
 
-constexpr int kWorkers = 20;  // warps
+constexpr int kWorkers = 12;  // warps: few, for each pays for a row's prologue and reductions
 constexpr int kCombiners = 3;  // warps; row i is combiner i % 3's
 constexpr int kLoader = kWorkers + kCombiners;
 constexpr int kFusedThreads = (kLoader + 1) * kWarp;
@@ -63,16 +62,19 @@ struct RowMessage {
   RowMode mode;
 };
 
+// What a block keeps beside its ring: the mailboxes' barriers, a SlotControl a slot, and, a mailbox and block, the mail.
+struct SlotControl {
+  Barrier full;    // the slice has arrived
+  Barrier summed;  // every worker has left its sum
+  Barrier scaled;  // the combiner has left its message
+  Barrier empty;   // every worker and the row's combiner are done with the slot
+  RowMessage message;
+  int32_t ignored;
+  WarpSum sum[kWorkers];
+};
 struct Control {
-  Barrier full[kMaxSlots];    // the slice has arrived
-  Barrier summed[kMaxSlots];  // every worker has left its sum
-  Barrier mailed[kMailboxes]; // every block has left its mail
-  Barrier scaled[kMaxSlots];  // the combiner has left its message
-  Barrier empty[kMaxSlots];   // every worker and the row's combiner are done with the slot
-  int32_t ignored[kMaxSlots];
-  WarpSum sum[kMaxSlots][kWorkers];
-  Mail mail[kMailboxes][kMaxCluster];
-  RowMessage message[kMaxSlots];
+  Barrier mailed[kMailboxes];  // every block has left its mail
+  SlotControl slot[1];         // as many as there are slots
 };
 
 struct Rows {
@@ -83,10 +85,16 @@ struct Rows {
   int64_t* words;
   int32_t* status;  // kOk, or kRedo for the fallback
   void* grad;
-  int32_t cluster_log2, slots;
+  int32_t cluster, slots;
   int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
 };
 constexpr int32_t kRedo = 1 << 30;
+
+// Bytes of shared memory before the mail, and before the ring.
+__host__ __device__ constexpr int64_t control_bytes(int slots) { return (sizeof(Control) + (slots - 1) * sizeof(SlotControl) + 15) / 16 * 16; }
+__host__ __device__ constexpr int64_t overhead_bytes(int cluster, int slots) {
+  return (control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
+}
 
 // Which of a row's iterations use a slot for the how-manieth time: even or odd.
 struct Slot {
@@ -130,6 +138,15 @@ __device__ __forceinline__ float sum_share(const uint4* slice, int vectors, int 
 #pragma unroll
       for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
       add_near_terms(w, x, near_magic);
+    }
+  } else if (has_terms && term(low, near_magic).z >= kMagic - 32) {  // in two
+    const float far_magic = magic(n_top - 63);
+#pragma unroll 2
+    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+      v.raw = slice[i];
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      add_near_and_far_terms(w, x, far_magic);
     }
   } else if (has_terms) {
     for (int i = first; i < vectors; i += kWorkers * kWarp) {
@@ -193,13 +210,13 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
 }
 
 // The combiner's half of a row before the exchange: the block's mail to itself and all others. Lane i speaks for worker i.
-__device__ __forceinline__ void send_mail(Control& control, int slot, int box, int cluster, uint32_t rank) {
+__device__ __forceinline__ void send_mail(Control& control, Mail* mail, int slot, int box, int cluster, uint32_t rank) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   WarpSum mine = {};
   mine.image = kImageOfNegInf;
   mine.below = kNowhere;
-  if (lane < kWorkers) mine = control.sum[slot][lane];
+  if (lane < kWorkers) mine = control.slot[slot].sum[lane];
   const int32_t image = __reduce_max_sync(all, mine.image);
   const float top = from_order_image(image), own = from_order_image(mine.image);
   uint32_t word[kMailWords] = {0, 0, 0, 0, 0, 0, 0};
@@ -246,7 +263,7 @@ __device__ __forceinline__ void send_mail(Control& control, int slot, int box, i
     out[i] = __reduce_add_sync(all, word[i] & 0xFFFF) | static_cast<uint64_t>(__reduce_add_sync(all, word[i] >> 16)) << 32;
   out[kMailWords] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
   if (lane < cluster) {
-    uint64_t* const to = reinterpret_cast<uint64_t*>(&control.mail[box][rank]);
+    uint64_t* const to = reinterpret_cast<uint64_t*>(&mail[rank]);
 #pragma unroll
     for (int i = 0; i <= kMailWords; i += 2) send(lane, to + i, out[i], out[i + 1], control.mailed[box]);
   }
@@ -260,11 +277,11 @@ struct RowTotal {
   bool degenerate;
   bool exact;  // false: the row needs the fallback
 };
-__device__ __forceinline__ RowTotal read_mail(const Control& control, int box, int cluster) {
+__device__ __forceinline__ RowTotal read_mail(const Mail* box, int cluster) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   const bool has = lane < cluster;
-  const Mail& mail = control.mail[box][has ? lane : 0];
+  const Mail& mail = box[has ? lane : 0];
   RowTotal out = {};
   out.max = from_order_image(__reduce_max_sync(all, mail.image));
   out.exact = true;
@@ -339,11 +356,12 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
   Control& control = *reinterpret_cast<Control*>(shared);
-  unsigned char* const ring = shared + (sizeof(Control) + 127) / 128 * 128;
+  Mail* const mail = reinterpret_cast<Mail*>(shared + control_bytes(rows.slots));
+  unsigned char* const ring = shared + overhead_bytes(rows.cluster, rows.slots);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int cluster = 1 << rows.cluster_log2;
-  const uint32_t rank = cluster > 1 ? cluster_rank() : 0;
-  const int64_t clusters = gridDim.x >> rows.cluster_log2, first_row = blockIdx.x >> rows.cluster_log2;
+  const int cluster = rows.cluster;
+  const uint32_t rank = cluster_rank();
+  const int64_t clusters = cluster_count(), first_row = cluster_index();
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
@@ -352,10 +370,10 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < rows.slots; ++i) {
-      control.full[i].init(1);
-      control.summed[i].init(kWorkers);
-      control.scaled[i].init(1);
-      control.empty[i].init(kWorkers + 1);
+      control.slot[i].full.init(1);
+      control.slot[i].summed.init(kWorkers);
+      control.slot[i].scaled.init(1);
+      control.slot[i].empty.init(kWorkers + 1);
     }
     for (int i = 0; i < kMailboxes; ++i) control.mailed[i].init(1);
     fence_barrier_init();
@@ -367,25 +385,25 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     if (lane == 0) {
       int64_t count = 0;
       for (int64_t row = first_row; row < rows.logits.rows; row += clusters, ++count, slot.next(rows.slots)) {
-        if (count >= rows.slots) control.empty[slot.index].wait(slot.parity ^ 1);
+        if (count >= rows.slots) control.slot[slot.index].empty.wait(slot.parity ^ 1);
         const bool ignored = is_ignored(rows.targets, row);
-        control.ignored[slot.index] = ignored;
+        control.slot[slot.index].ignored = ignored;
         if (ignored) {
-          control.full[slot.index].arrive();
+          control.slot[slot.index].full.arrive();
           continue;
         }
         const unsigned char* const from = reinterpret_cast<const unsigned char*>(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride + begin);
         const uint32_t bytes = columns * static_cast<uint32_t>(sizeof(T));
-        control.full[slot.index].arrive_and_expect(bytes);
+        control.slot[slot.index].full.arrive_and_expect(bytes);
         for (uint32_t at = 0; at < bytes; at += kBulkBytes)
-          bulk_load(ring + slot.index * slot_bytes + at, from + at, bytes - at < kBulkBytes ? bytes - at : kBulkBytes, control.full[slot.index]);
+          bulk_load(ring + slot.index * slot_bytes + at, from + at, bytes - at < kBulkBytes ? bytes - at : kBulkBytes, control.slot[slot.index].full);
       }
     }
   } else if (warp >= kWorkers) {
     const int own = warp - kWorkers;
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
-    const double g = upstream(1.0f, rows.sums != nullptr ? rows.sums[kCountWord] : 0);
+    const double g = upstream(1.0f, rows.sums != nullptr ? rows.sums + kCountWord : nullptr);
     for (int64_t row = first_row + own * clusters; row < rows.logits.rows; row += kCombiners * clusters) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
@@ -395,14 +413,14 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       RowTotal total = {};
       total.max = -INFINITY;
       total.exact = true;
-      control.summed[slot.index].wait(slot.parity);
+      control.slot[slot.index].summed.wait(slot.parity);
       if (!ignored) {
         const int box = own + (turn & 1) * kCombiners;
         if (lane == 0) control.mailed[box].arrive_and_expect(cluster * static_cast<uint32_t>(sizeof(Mail)));
-        send_mail(control, slot.index, box, cluster, rank);
+        send_mail(control, mail + box * cluster, slot.index, box, cluster, rank);
         control.mailed[box].wait(turn >> 1 & 1);
         ++turn;
-        total = read_mail(control, box, cluster);
+        total = read_mail(mail + box * cluster, cluster);
         if (kGrad) {
           if (!total.exact) {
             message.mode = kSkip;
@@ -416,10 +434,10 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       __syncwarp();
       if (lane == 0) {
         if (kGrad) {
-          control.message[slot.index] = message;
-          control.scaled[slot.index].arrive();
+          control.slot[slot.index].message = message;
+          control.slot[slot.index].scaled.arrive();
         }
-        control.empty[slot.index].arrive();
+        control.slot[slot.index].empty.arrive();
         if (rank == 0) {
           rows.row_max[row] = total.max;
           rows.status[row] = total.exact ? kOk : kRedo;
@@ -439,19 +457,19 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     for (int64_t row = first_row; row < rows.logits.rows || (kGrad && grad_row < rows.logits.rows); row += clusters) {
       float low = -INFINITY;
       if (row < rows.logits.rows) {
-        control.full[slot.index].wait(slot.parity);
-        if (!control.ignored[slot.index])
-          low = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, control.sum[slot.index][warp]);
+        control.slot[slot.index].full.wait(slot.parity);
+        if (!control.slot[slot.index].ignored)
+          low = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, control.slot[slot.index].sum[warp]);
         __syncwarp();
         if (lane == 0) {
-          control.summed[slot.index].arrive();
-          if (!kGrad) control.empty[slot.index].arrive();
+          control.slot[slot.index].summed.arrive();
+          if (!kGrad) control.slot[slot.index].empty.arrive();
         }
         slot.next(rows.slots);
       }
       if (kGrad && row != first_row) {
-        control.scaled[grad_slot.index].wait(grad_slot.parity);
-        const RowMessage message = control.message[grad_slot.index];
+        control.slot[grad_slot.index].scaled.wait(grad_slot.parity);
+        const RowMessage message = control.slot[grad_slot.index].message;
         const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
         T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
         const int first = grad_turn * kWarp + lane;
@@ -464,7 +482,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           for (int i = first; i < vectors; i += kWorkers * kWarp) __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
         }
         __syncwarp();
-        if (lane == 0) control.empty[grad_slot.index].arrive();
+        if (lane == 0) control.slot[grad_slot.index].empty.arrive();
         grad_slot.next(rows.slots);
         grad_row += clusters;
       }
@@ -498,7 +516,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(
         RowSums sums;
         shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
         if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-          shared_scale = row_scale(upstream(1.0f, rows.sums != nullptr ? rows.sums[kCountWord] : 0), row_state(sums));
+          shared_scale = row_scale(upstream(1.0f, rows.sums != nullptr ? rows.sums + kCountWord : nullptr), row_state(sums));
       }
     }
     if (kGrad) {
@@ -510,15 +528,15 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(
       } else {
         fill_stretch<T, kThreads>(whole, canonical_nan<T>(), to);
       }
-      __syncthreads();
     }
+    __syncthreads();  // the scratch memory is the next row's
   }
 }
 
 // ---- host: how a row is laid over blocks
 
 struct Plan {
-  int cluster_log2, slots, slice, blocks;
+  int cluster, slots, slice, blocks;
   size_t shared_bytes;
 };
 
@@ -530,85 +548,91 @@ cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute* attribute, c
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
   attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = 1u << plan.cluster_log2;
+  attribute->val.clusterDim.x = plan.cluster;
   attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
   config.attrs = attribute;
   config.numAttrs = 1;
   return config;
 }
 
-// How many clusters of this shape the device holds at once; asked once a shape, for the question is slow.
+// What one device can do with this kernel; asked once, for the questions are slow.
+struct Device {
+  int shared_bytes = 0;  // a block; 0: it cannot run the kernel
+  int processors = 0;
+  int clusters[kMaxCluster + 1] = {};  // how many clusters of each size it holds at once, a block a processor
+};
 template <class T, bool kGrad>
-int resident_clusters(int device, const Plan& plan) {
+const Device& device_of(int index) {
   static std::mutex mutex;
-  static std::map<std::tuple<int, int, size_t>, int> known;
+  static std::map<int, Device> known;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto key = std::make_tuple(device, plan.cluster_log2, plan.shared_bytes);
-  const auto found = known.find(key);
+  const auto found = known.find(index);
   if (found != known.end()) return found->second;
+  Device& d = known[index];
   const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.shared_bytes)), "cudaFuncSetAttribute");
-  if (plan.cluster_log2 > 3) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "cudaFuncSetAttribute");
-  Plan probe = plan;
-  probe.blocks = 1 << plan.cluster_log2;
-  cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = configure<T, kGrad>(probe, &attribute, nullptr);
-  int clusters = 0;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+  int major = 0, shared_bytes = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, index), "cudaDeviceGetAttribute");
+  cudaFuncAttributes code = {};
+  // the kernel is empty where it was compiled for less than 9.0, even if the device is more
+  if (major < 9 || cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.ptxVersion < 90 || code.binaryVersion < 90) {
     cudaGetLastError();
-    clusters = 0;
+    return d;
   }
-  known[key] = clusters;
-  return clusters;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
+  const bool beyond_eight = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
+  for (int cluster = 1; cluster <= (beyond_eight ? kMaxCluster : 8); ++cluster) {
+    const Plan plan = {cluster, 0, 0, cluster, static_cast<size_t>(shared_bytes)};
+    cudaLaunchAttribute attribute;
+    const cudaLaunchConfig_t config = configure<T, kGrad>(plan, &attribute, nullptr);
+    if (cudaOccupancyMaxActiveClusters(&d.clusters[cluster], kernel, &config) != cudaSuccess) d.clusters[cluster] = 0;
+  }
+  cudaGetLastError();
+  d.shared_bytes = shared_bytes;
+  return d;
 }
 
 // False if the layout or the device is not one for this kernel.
 template <class T, bool kGrad>
 bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
   constexpr int kLanes = kVector<T>;
-  int device = 0, major = 0, most_shared = 0, processors = 0;
-  check(cudaGetDevice(&device), "cudaGetDevice");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-  if (major < 9) return false;
-  check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "cudaDeviceGetAttribute");
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
   if (logits.columns % kLanes != 0 || logits.row_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes) return false;
-
-  const int64_t room = most_shared - static_cast<int64_t>((sizeof(Control) + 127) / 128 * 128);
-  for (int log2 = 0; (1 << log2) <= kMaxCluster; ++log2) {
-    const int cluster = 1 << log2;
-    const int64_t vectors = logits.columns / kLanes;
-    const int64_t slice = (vectors + cluster - 1) / cluster * kLanes;
+  int index = 0;
+  check(cudaGetDevice(&index), "cudaGetDevice");
+  const Device& device = device_of<T, kGrad>(index);
+  int64_t best = 0;
+  for (int cluster = 1; cluster <= kMaxCluster; ++cluster) {
+    if (device.clusters[cluster] == 0) continue;
+    const int64_t slice = ((logits.columns / kLanes + cluster - 1) / cluster) * kLanes;
     const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
-    int64_t slots = room / slot_bytes;
-    if (slots < kFusedPolicy.least_slots) continue;
-    // few rows: more blocks a row, while there are processors for them
-    if (logits.rows * cluster * 2 <= processors && cluster < 8 && slot_bytes >= 2 * kFusedPolicy.least_slice_bytes) continue;
-    if (slots > kMaxSlots) slots = kMaxSlots;
-    plan.cluster_log2 = log2;
-    plan.slots = static_cast<int>(slots);
+    int slots = kMaxSlots;
+    while (slots > 0 && overhead_bytes(cluster, slots) + slots * slot_bytes > device.shared_bytes) --slots;
+    if (slots < kFusedPolicy.least_slots || (cluster > 1 && slot_bytes < kFusedPolicy.least_slice_bytes)) continue;
+    const int64_t clusters = device.clusters[cluster] < logits.rows ? device.clusters[cluster] : logits.rows;
+    // busy processors, times the part of their work that is columns and not a row's own cost
+    const int64_t worth = clusters * cluster * slot_bytes * 1024 / (slot_bytes + kFusedPolicy.row_cost_bytes);
+    if (worth <= best) continue;
+    best = worth;
+    plan.cluster = cluster;
+    plan.slots = slots;
     plan.slice = static_cast<int>(slice);
-    plan.shared_bytes = static_cast<size_t>(most_shared - room + slots * slot_bytes);
-    const int64_t clusters = resident_clusters<T, kGrad>(device, plan);
-    if (clusters == 0) continue;
-    plan.blocks = static_cast<int>((clusters < logits.rows ? clusters : logits.rows) * cluster);
-    return true;
+    plan.shared_bytes = static_cast<size_t>(overhead_bytes(cluster, slots) + slots * slot_bytes);
+    plan.blocks = static_cast<int>(clusters * cluster);
   }
-  return false;
+  return best > 0;
 }
 
 template <class T, bool kGrad>
 bool launch(const Logits& logits, const Targets& targets, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context context) {
   Plan plan;
   if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
-  Rows rows = {logits, targets, sums, row_max, words, status, grad, plan.cluster_log2, plan.slots, plan.slice};
-  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(plan.shared_bytes)), "cudaFuncSetAttribute");
+  const Rows rows = {logits, targets, sums, row_max, words, status, grad, plan.cluster, plan.slots, plan.slice};
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure<T, kGrad>(plan, &attribute, stream_of(context));
-  check(cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, static_cast<const Rows>(rows)), "cross_entropy");
+  check(cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, rows), "cross_entropy");
   const int64_t most = 2 * processors();
   const unsigned blocks = static_cast<unsigned>(logits.rows < most ? logits.rows : most);
   fallback_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows);

@@ -33,9 +33,10 @@ constexpr Policy kBackwardPolicy = {256, 3, 4, 16384, 16};
 struct FusedPolicy {
   int64_t least_row_bytes;    // shorter rows go stage by stage: the exchange would cost more than the read it saves
   int64_t least_slice_bytes;  // of a row a block
-  int64_t least_slots;        // rows in flight a block: one summed, one whose gradient is written, one loaded
+  int least_slots;            // rows in flight a block: one summed, one whose gradient is written, one loaded
+  int64_t row_cost_bytes;     // what a row costs a block beside its columns, as columns that would take as long
 };
-constexpr FusedPolicy kFusedPolicy = {4096, 8192, 3};
+constexpr FusedPolicy kFusedPolicy = {4096, 4096, 3, 6144};
 
 inline int processors() {
   int device = 0, count = 0;

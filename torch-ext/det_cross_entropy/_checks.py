@@ -1,6 +1,7 @@
 """Arguments that cannot be meant, refused by name before a kernel sees them."""
 
 import torch
+from torch.autograd import forward_ad
 
 from ._registration import MEAN, NONE, SUM, SUM_WORDS, WORDS
 
@@ -55,6 +56,14 @@ def _rows(logits):
     return rows
 
 
+def no_tangent(logits):
+    """Forward-mode derivatives are not implemented, and must not come out as 0."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if forward_ad.unpack_dual(logits).tangent is not None:
+        raise NotImplementedError("logits: forward-mode differentiation (jvp, jacfwd) is not implemented; use reverse mode")
+
+
 def shard_rows(logits):
     """Rows of a piece that composes, outside autograd. V may be 0: a rank without columns."""
     return _rows(logits).detach()
@@ -63,6 +72,7 @@ def shard_rows(logits):
 def logits_rows(logits):
     """Rows of a whole vocabulary: V >= 1."""
     rows = _rows(logits)
+    no_tangent(logits)
     if rows.shape[1] == 0:
         raise ValueError(f"logits: expected [..., V] with V >= 1, got shape {tuple(logits.shape)}")
     return rows

@@ -33,8 +33,9 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, valid
     mode = check.reduction(reduction)
     check.integer("ignore_index", ignore_index)
     validated = check.wants_validation(validate, logits)
-    if reduction != "none" and rows.requires_grad and torch.is_grad_enabled():
-        # value and gradient from one read of the logits; backward looks, on the device, whether its upstream gradient is the 1 assumed here
+    if reduction != "none" and rows.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # Value and gradient from one read of the logits; backward looks, on the device, whether its upstream gradient is the 1 assumed here, and else writes the
+        # gradient again in place. A compiler may keep or share that buffer as it likes, so what it traces is the pure pair of ops instead.
         out, _, _, _, _, status, _ = ops.cross_entropy_grad(rows, target, mode, ignore_index)
     else:
         out, _, _, _, _, status = ops.cross_entropy(rows, target, mode, ignore_index)
@@ -75,7 +76,8 @@ def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0):
 
     Args:
         logits: [..., V] or a shard of it, as in ``cross_entropy``.
-        global_rowmax: float32 [N], the maximum over the whole vocabulary.
+        global_rowmax: float32 [N], the maximum over the whole vocabulary. The check words know a row by this maximum and by its columns: rows, or batches, with
+            equal maxima are not told apart.
         v_lo, v_hi: columns of ``logits``; v_hi None is all the rest. v_lo == v_hi is an empty shard.
         v_start: the vocabulary index of the first column of ``logits``, where that tensor is itself a shard.
 
