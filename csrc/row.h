@@ -161,6 +161,16 @@ DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t targe
   return out;
 }
 
+// Outputs: arrays of one value a row, the state of two (RowOutputs in backend.h).
+template <class Outputs>
+DCE_FN void write_row(const Outputs& out, int64_t row, const RowResult& r) {
+  out.loss[row] = r.loss;
+  out.denom[row] = r.denom;
+  out.state[2 * row] = r.state.inv;
+  out.state[2 * row + 1] = r.state.tgt;
+  out.status[row] = r.status;
+}
+
 // ---- gradient of a row (SPEC 7)
 
 struct RowScale {

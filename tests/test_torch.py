@@ -393,3 +393,27 @@ def test_repeated_calls(dce):
     first = everything(dce)
     for a, b in zip(first, everything(dce)):
         assert_same(a, b)
+
+
+def test_a_compiler_is_given_no_op_that_writes_in_place(dce):
+    """The eager path keeps a gradient and rescales it in place; a compiler may share or cache that buffer, so it must not see that."""
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(module.code)
+        return module
+
+    torch._dynamo.reset()
+    x, t = torch.randn(3, 7, requires_grad=True), torch.tensor([0, 1, 2])
+    torch.compile(dce.cross_entropy, fullgraph=True, backend=backend)(x, t).backward()
+    assert "cross_entropy" in seen[0] and "cross_entropy_grad" not in seen[0]
+
+
+def test_every_backward_of_a_kept_graph_has_its_own_upstream(dce):
+    x, t = torch.randn(5, 33, requires_grad=True), torch.randint(33, (5,))
+    loss = dce.cross_entropy(x, t)
+    for upstream in (3.0, 1.0, 1.0, 0.5, 1.0):
+        (grad,) = torch.autograd.grad(loss, x, torch.tensor(upstream), retain_graph=True)
+        fresh = x.detach().requires_grad_()
+        dce.cross_entropy(fresh, t).backward(torch.tensor(upstream))
+        assert torch.equal(grad, fresh.grad)

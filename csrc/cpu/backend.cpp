@@ -102,12 +102,7 @@ void finalize_one(const int64_t* digits, const Logits& logits, const Targets& ta
   const int64_t target = target_at(targets, row);
   const bool readable = target >= 0 && target < logits.columns && target != targets.ignore_index;
   const float x = readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
-  const RowResult r = finalize_row(digits, max, target, x, logits.columns, targets.ignore_index);
-  out.loss[row] = r.loss;
-  out.denom[row] = r.denom;
-  out.state[2 * row] = r.state.inv;
-  out.state[2 * row + 1] = r.state.tgt;
-  out.status[row] = r.status;
+  write_row(out, row, finalize_row(digits, max, target, x, logits.columns, targets.ignore_index));
 }
 
 }  // namespace

@@ -19,12 +19,7 @@ __global__ void finalize_kernel(const int64_t* digits, bool complete, Logits log
     words[kColumnsWord] = logits.columns;
     words[kTagWord] = shard_tag(max, 0, logits.columns);
   }
-  const RowResult r = finalize_row(words, max, target, x, logits.columns, targets.ignore_index);
-  out.loss[row] = r.loss;
-  out.denom[row] = r.denom;
-  out.state[2 * row] = r.state.inv;
-  out.state[2 * row + 1] = r.state.tgt;
-  out.status[row] = r.status;
+  write_row(out, row, finalize_row(words, max, target, x, logits.columns, targets.ignore_index));
 }
 
 }  // namespace

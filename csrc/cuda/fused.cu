@@ -16,6 +16,7 @@
 
 #include "../sums.h"
 #include "accumulate.cuh"
+#include "exchange.cuh"
 #include "gradient.cuh"
 #include "pipeline.cuh"
 
@@ -30,29 +31,8 @@ constexpr int kFusedThreads = (kLoader + 1) * kWarp;
 // A mailbox is used again when a block's combiner is two rows further. By then it has had the mail of its next row from each other block, which that block's
 // combiner sends after it has read this one: no mail is overwritten unread.
 constexpr int kMailboxes = 2 * kCombiners;
-constexpr int kMaxCluster = 16;
 constexpr int kMaxSlots = 6;
 constexpr uint32_t kBulkBytes = 16384;
-
-constexpr int32_t kNowhere = INT32_MIN / 2;  // below every exponent
-
-// The sum of a warp's share, relative to the share's own maximum.
-struct WarpSum {
-  uint32_t near[3], far[3];  // windows in pieces of 21 bits, summed over the lanes: each below 2^27
-  int32_t image;             // order image of the maximum
-  int32_t below;             // highest exponent below both windows, or kNowhere
-};
-// What a block tells the others of its slice, relative to the slice's own maximum and base: a row of 64 bytes.
-constexpr int kMailWords = 7;  // digits in radix 2^32 here are seven words, the last below 2^22
-struct alignas(16) Mail {
-  // digits in halves of 16 bits, summed over the warps: low half in the low 32 bits, high half in the high ones; each below 2^21
-  uint64_t halves[kMailWords];
-  int32_t image;    // order image of the slice's maximum
-  uint16_t lowest;  // no term in the digits has an exponent below base + lowest; kNoTerm if there are none
-  uint16_t below;   // the highest exponent that the digits leave out, though the slice alone would keep it, is base + below; kNoTerm if there is none
-};
-constexpr uint16_t kNoTerm = 0xFFFF;
-static_assert(sizeof(Mail) == 64, "eight words");
 
 enum RowMode : int32_t { kScaled, kZero, kNaN, kSkip };
 struct RowMessage {
@@ -96,7 +76,7 @@ __host__ __device__ constexpr int64_t overhead_bytes(int cluster, int slots) {
   return (control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
 }
 
-// Which of a row's iterations use a slot for the how-manieth time: even or odd.
+// A slot, and whether it is used for an even or an odd time: the phase of its barriers.
 struct Slot {
   int index;
   uint32_t parity;
@@ -209,147 +189,6 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
   if (message.own >= 0 && message.own < vectors * kLanes && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
 }
 
-// The combiner's half of a row before the exchange: the block's mail to itself and all others. Lane i speaks for worker i.
-__device__ __forceinline__ void send_mail(Control& control, Mail* mail, int slot, int box, int cluster, uint32_t rank) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32_t all = 0xFFFFFFFFu;
-  WarpSum mine = {};
-  mine.image = kImageOfNegInf;
-  mine.below = kNowhere;
-  if (lane < kWorkers) mine = control.slot[slot].sum[lane];
-  const int32_t image = __reduce_max_sync(all, mine.image);
-  const float top = from_order_image(image), own = from_order_image(mine.image);
-  uint32_t word[kMailWords] = {0, 0, 0, 0, 0, 0, 0};
-  int32_t lowest = kNoTerm, below = -1;  // relative to base
-  if (!is_degenerate(top) && top >= kLowestTerm) {
-    const int32_t n_top = term_exponent(term(top));
-    const int32_t base = ((n_top >> 5) - kBlocksBelow) * 32;
-    if (row_shift(top) != 0.0f) {
-      below = n_top - base;  // no digits: exact only if the row drops the slice whole; a maximum this high is the fallback's anyway
-    } else {
-      below = max(-1, mine.below - base);
-      const uint128 near = mine.near[0] + (static_cast<uint64_t>(mine.near[1]) << 21) + (static_cast<uint128>(mine.near[2]) << 42);  // < 2^66
-      const uint128 far = mine.far[0] + (static_cast<uint64_t>(mine.far[1]) << 21) + (static_cast<uint128>(mine.far[2]) << 42);
-      const int32_t n = own >= kLowestTerm ? term_exponent(term(own)) : kNowhere;
-      const int32_t low = (far != 0 ? n - 63 : n - 31) - base;
-      if (near != 0 && n >= base) {
-        if (low < 0) {
-          below = max(below, n - base);  // the drop cuts through the window: all of it is left out
-        } else {
-          lowest = low;
-          const uint128 v = (far != 0 ? (near << 32) + far : near) << (low & 31);  // < 2^129, but for the top bit: see next line
-          const uint32_t top_bit = static_cast<uint32_t>((far != 0 ? near >> 64 : 0) << (low & 31) >> 32);
-          word[0] = static_cast<uint32_t>(v);
-          word[1] = static_cast<uint32_t>(v >> 32);
-          word[2] = static_cast<uint32_t>(v >> 64);
-          word[3] = static_cast<uint32_t>(v >> 96);
-          word[4] = top_bit;
-#pragma unroll
-          for (int step = 4; step > 0; step /= 2) {
-            if ((low >> 5) & step) {
-#pragma unroll
-              for (int i = kMailWords - 1; i >= 0; --i) word[i] = i >= step ? word[i - step] : 0;
-            }
-          }
-        }
-      }
-    }
-  }
-  lowest = __reduce_min_sync(all, lowest);
-  below = __reduce_max_sync(all, below);
-  uint64_t out[kMailWords + 1];
-#pragma unroll
-  for (int i = 0; i < kMailWords; ++i)
-    out[i] = __reduce_add_sync(all, word[i] & 0xFFFF) | static_cast<uint64_t>(__reduce_add_sync(all, word[i] >> 16)) << 32;
-  out[kMailWords] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
-  if (lane < cluster) {
-    uint64_t* const to = reinterpret_cast<uint64_t*>(&mail[rank]);
-#pragma unroll
-    for (int i = 0; i <= kMailWords; i += 2) send(lane, to + i, out[i], out[i + 1], control.mailed[box]);
-  }
-}
-
-// A row's sum after the exchange, the same in every lane of every block.
-struct RowTotal {
-  float max;
-  int32_t n_max, base;
-  uint64_t limb[4];  // S, in units of 2^(base - 23)
-  bool degenerate;
-  bool exact;  // false: the row needs the fallback
-};
-__device__ __forceinline__ RowTotal read_mail(const Mail* box, int cluster) {
-  const int lane = threadIdx.x % kWarp;
-  const uint32_t all = 0xFFFFFFFFu;
-  const bool has = lane < cluster;
-  const Mail& mail = box[has ? lane : 0];
-  RowTotal out = {};
-  out.max = from_order_image(__reduce_max_sync(all, mail.image));
-  out.exact = true;
-  out.degenerate = is_degenerate(out.max);
-  if (out.degenerate) return out;
-  if (row_shift(out.max) != 0.0f) {
-    out.exact = false;
-    return out;
-  }
-  out.n_max = term_exponent(term(out.max));
-  out.base = ((out.n_max >> 5) - kBlocksBelow) * 32;
-
-  const float own = from_order_image(mail.image);
-  const int32_t own_base = own >= kLowestTerm && has ? ((term_exponent(term(own)) >> 5) - kBlocksBelow) * 32 : out.base;
-  const int32_t drop = (out.base - own_base) / 32;  // words of the slice below the row's
-  bool exact = !has || mail.below == kNoTerm || own_base + mail.below < out.base;
-  uint64_t halves[kMailWords];
-#pragma unroll
-  for (int i = 0; i < kMailWords; ++i) halves[i] = has ? mail.halves[i] : 0;
-  if (__any_sync(all, drop != 0)) {
-    // Exact if the row drops the slice whole, or none of it.
-    const bool none = mail.lowest == kNoTerm || own_base + mail.lowest >= out.base;
-    const bool whole = term_exponent(term(own)) < out.base;
-    exact = exact && (drop == 0 || none || whole);
-#pragma unroll
-    for (int i = 0; i < kMailWords; ++i) halves[i] = has && !whole && i + drop < kMailWords ? mail.halves[i + drop] : 0;
-  }
-  out.exact = __all_sync(all, exact);
-  uint64_t carry = 0;
-  uint32_t limb[kMailWords];
-#pragma unroll
-  for (int i = 0; i < kMailWords; ++i) {
-    carry += __reduce_add_sync(all, static_cast<uint32_t>(halves[i])) + (static_cast<uint64_t>(__reduce_add_sync(all, static_cast<uint32_t>(halves[i] >> 32))) << 16);
-    limb[i] = static_cast<uint32_t>(carry);
-    carry >>= 32;
-  }
-#pragma unroll
-  for (int i = 0; i < 3; ++i) out.limb[i] = limb[2 * i] | static_cast<uint64_t>(limb[2 * i + 1]) << 32;
-  out.limb[3] = limb[6];
-  return out;
-}
-
-// row_state of row_sums, for a row that is not degenerate and has a target: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
-__device__ __forceinline__ RowState state_of(const RowTotal& total, float x_target) {
-  const uint32_t all = 0xFFFFFFFFu;
-  const Term e = term(x_target);
-  const int32_t shift = term_exponent(e) - total.base;
-  uint64_t limb[4] = {total.limb[0], total.limb[1], total.limb[2], total.limb[3]};
-  if ((threadIdx.x & 1) && x_target >= kLowestTerm && shift >= 0) {
-    const uint128 v = static_cast<uint128>(term_significand(e)) << (shift & 63);
-    uint64_t borrow = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const uint64_t t = i == shift >> 6 ? static_cast<uint64_t>(v) : i == (shift >> 6) + 1 ? static_cast<uint64_t>(v >> 64) : 0;
-      const uint64_t d = limb[i] - t, r = d - borrow;
-      borrow = (limb[i] < t) | (d < borrow);
-      limb[i] = r;
-    }
-  }
-  const Scaled mine = leading(limb[0], limb[1], limb[2], limb[3]);
-  RowSums sums = {};
-  sums.frame.n_max = total.n_max;
-  const int unit = total.base - 23;
-  sums.s = {__shfl_sync(all, mine.m, 0), __shfl_sync(all, mine.k, 0) + unit};
-  sums.d = {__shfl_sync(all, mine.m, 1), __shfl_sync(all, mine.k, 1) + unit};
-  return row_state(sums);
-}
-
 template <class T, bool kGrad>
 __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -360,8 +199,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   unsigned char* const ring = shared + overhead_bytes(rows.cluster, rows.slots);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int cluster = rows.cluster;
-  const uint32_t rank = cluster_rank();
-  const int64_t clusters = cluster_count(), first_row = cluster_index();
+  const uint32_t rank = blockIdx.x;  // in the cluster
+  const int64_t clusters = gridDim.y, first_row = blockIdx.y;
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
@@ -417,7 +256,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       if (!ignored) {
         const int box = own + (turn & 1) * kCombiners;
         if (lane == 0) control.mailed[box].arrive_and_expect(cluster * static_cast<uint32_t>(sizeof(Mail)));
-        send_mail(control, mail + box * cluster, slot.index, box, cluster, rank);
+        send_mail(control.slot[slot.index].sum, kWorkers, mail + box * cluster, control.mailed[box], cluster, rank);
         control.mailed[box].wait(turn >> 1 & 1);
         ++turn;
         total = read_mail(mail + box * cluster, cluster);
@@ -536,14 +375,15 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(
 // ---- host: how a row is laid over blocks
 
 struct Plan {
-  int cluster, slots, slice, blocks;
+  int cluster, clusters;  // blocks a cluster, clusters
+  int slots, slice;
   size_t shared_bytes;
 };
 
 template <class T, bool kGrad>
 cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute* attribute, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.blocks);
+  config.gridDim = dim3(plan.cluster, plan.clusters);
   config.blockDim = dim3(kFusedThreads);
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
@@ -583,7 +423,7 @@ const Device& device_of(int index) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
   const bool beyond_eight = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
   for (int cluster = 1; cluster <= (beyond_eight ? kMaxCluster : 8); ++cluster) {
-    const Plan plan = {cluster, 0, 0, cluster, static_cast<size_t>(shared_bytes)};
+    const Plan plan = {cluster, 1, 0, 0, static_cast<size_t>(shared_bytes)};
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config = configure<T, kGrad>(plan, &attribute, nullptr);
     if (cudaOccupancyMaxActiveClusters(&d.clusters[cluster], kernel, &config) != cudaSuccess) d.clusters[cluster] = 0;
@@ -620,7 +460,7 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
     plan.slots = slots;
     plan.slice = static_cast<int>(slice);
     plan.shared_bytes = static_cast<size_t>(overhead_bytes(cluster, slots) + slots * slot_bytes);
-    plan.blocks = static_cast<int>(clusters * cluster);
+    plan.clusters = static_cast<int>(clusters);
   }
   return best > 0;
 }
