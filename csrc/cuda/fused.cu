@@ -168,7 +168,7 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
   float x[kLanes];
   const float row_magic = magic(message.n_max);
   if (term(low, row_magic).z >= kMagic - kGradDepth) {
-#pragma unroll 2
+#pragma unroll 4
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
 #pragma unroll
