@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import local_kernel
 
 
-def environment():
+def environment(script=__file__):
     smi = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout
     return {
         "gpu": torch.cuda.get_device_name(),
@@ -31,8 +31,23 @@ def environment():
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
-        "command": "python " + " ".join(["benchmarks/gpu_check.py", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{Path(script).name}", *sys.argv[1:]]),
     }
+
+
+def median(f, repeats=20):
+    """Median device milliseconds of f, host time hidden behind queued work."""
+    for _ in range(3):
+        f()
+    torch.cuda.synchronize()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    torch.cuda._sleep(20_000_000)
+    for start, end in events:
+        start.record()
+        f()
+        end.record()
+    torch.cuda.synchronize()
+    return sorted(s.elapsed_time(e) for s, e in events)[repeats // 2]
 
 
 def random_case(generator, index):
@@ -222,21 +237,6 @@ def check_bad_targets(dce):
 
 
 def time_against_torch(dce):
-    """Median device milliseconds, host time hidden behind queued work."""
-
-    def median(f, repeats=20):
-        for _ in range(3):
-            f()
-        torch.cuda.synchronize()
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
-        torch.cuda._sleep(20_000_000)
-        for start, end in events:
-            start.record()
-            f()
-            end.record()
-        torch.cuda.synchronize()
-        return sorted(s.elapsed_time(e) for s, e in events)[repeats // 2]
-
     table = {}
     for dtype in (torch.bfloat16, torch.float32):
         rows, columns = 4096, 128256

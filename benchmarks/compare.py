@@ -1,0 +1,126 @@
+#!/usr/bin/env python3
+"""Forward and backward of a mean loss, side by side with the kernels that are installed, in one run on one GPU.
+
+    python benchmarks/compare.py --out benchmarks/results/h200_compare.json
+
+Percent of the floor: logits read twice and written once, at the speed of a plain device copy measured in the same run, over the median device time.
+Host time is hidden behind queued work. Peers: torch, torch.compile, liger_kernel, flash_attn (its triton loss), quack; those not installed are left out.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import local_kernel
+from gpu_check import environment, median
+
+SHAPES = ((8192, 32000), (4096, 50304), (4096, 128256), (4096, 151936), (2048, 262144))
+
+
+def peers():
+    """name -> loss(logits, targets), the mean."""
+    found = {"torch": torch.nn.functional.cross_entropy, "torch.compile": torch.compile(torch.nn.functional.cross_entropy)}
+    try:
+        from liger_kernel.transformers.functional import liger_cross_entropy
+
+        found["Liger"] = liger_cross_entropy
+    except ImportError:
+        pass
+    try:
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+        found["flash-attn triton"] = lambda x, t: cross_entropy_loss(x, t)[0].mean()
+    except ImportError:
+        pass
+    try:
+        from quack.cross_entropy import cross_entropy
+
+        found["quack"] = lambda x, t: cross_entropy(x, t, reduction="mean")
+    except ImportError:
+        pass
+    return found
+
+
+# How real logits look, beside N(0, 1): each is to cost about the same.
+def logits_like(kind, rows, columns, dtype):
+    x = torch.randn(rows, columns, device="cuda", dtype=dtype)
+    if kind == "sigma 4":
+        x *= 4
+    elif kind == "LM-like":  # most entries 15 to 35 below the maximum
+        x.uniform_(-15, 5)
+        x[:, ::4001] = 20
+    elif kind == "all equal":
+        x.fill_(1.5)
+    elif kind == "half masked":
+        x.masked_fill_(torch.rand(rows, columns, device="cuda") < 0.5, -float("inf"))
+    return x
+
+
+def time_step(loss_of, x, t):
+    def step():
+        x.grad = None
+        loss_of(x, t).backward()
+
+    return median(step)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compare.json")
+    args = parser.parse_args()
+    dce = local_kernel.load()
+    report = {**environment(__file__), "shapes": {}, "logits": {}}
+    losses = {"det-cross-entropy": dce.cross_entropy, **peers()}
+    for dtype in (torch.bfloat16, torch.float32):
+        for rows, columns in SHAPES:
+            x = torch.randn(rows, columns, device="cuda", dtype=dtype)
+            t = torch.randint(columns, (rows,), device="cuda")
+            into = torch.empty_like(x)
+            floor = 1.5 * median(lambda: into.copy_(x))
+            del into
+            entry = {"floor_ms": floor}
+            for name, loss_of in losses.items():
+                leaf = x.clone().requires_grad_()  # some peers write over their input
+                try:
+                    entry[name] = time_step(loss_of, leaf, t)
+                except Exception as error:
+                    entry[name] = None
+                    print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+                del leaf
+            # our two steps: an upstream gradient for each row
+            leaf = x.clone().requires_grad_()
+            ones = torch.ones(rows, device="cuda")
+
+            def two_steps():
+                leaf.grad = None
+                dce.cross_entropy(leaf, t, "none").backward(ones)
+
+            entry["det-cross-entropy, two steps"] = median(two_steps)
+            entry["det-cross-entropy, forward"] = median(lambda: dce.forward(x, t))
+            label = f"{str(dtype)[6:]} {rows}x{columns}"
+            report["shapes"][label] = entry
+            shown = "  ".join(f"{name} {100 * floor / ms:.0f}% ({ms:.3f})" for name, ms in entry.items() if ms and name != "floor_ms")
+            print(f"{label}: floor {floor:.3f} ms  {shown}", flush=True)
+            del x, leaf
+            torch.cuda.empty_cache()
+    rows, columns = 4096, 128256
+    for dtype in (torch.bfloat16, torch.float32):
+        t = torch.randint(columns, (rows,), device="cuda")
+        for kind in ("N(0, 1)", "sigma 4", "LM-like", "all equal", "half masked", "half ignored"):
+            x = logits_like(kind, rows, columns, dtype).requires_grad_()
+            some = torch.where(torch.arange(rows, device="cuda") % 2 == 0, t, -100) if kind == "half ignored" else t
+            report["logits"][f"{str(dtype)[6:]} {kind}"] = time_step(dce.cross_entropy, x, some)
+            del x
+    print(json.dumps(report["logits"], indent=1))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
