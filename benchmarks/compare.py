@@ -70,10 +70,39 @@ def time_step(loss_of, x, t):
     return median(step)
 
 
+def plot(report, path):
+    """Percent of the floor by shape, a bar a kernel."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [n for n in next(iter(report["shapes"].values())) if n != "floor_ms" and "," not in n]
+    colours = ["#0b6e4f", "#b0b7bf", "#8d99a6", "#d9a441", "#4a7fb5", "#9467bd"]
+    figure, axes = plt.subplots(1, 2, figsize=(13, 4), sharey=True)
+    for axis, dtype in zip(axes, ("bfloat16", "float32")):
+        shapes = {label.split()[1]: entry for label, entry in report["shapes"].items() if label.startswith(dtype)}
+        for i, name in enumerate(names):
+            heights = [100 * entry["floor_ms"] / entry[name] if entry[name] else 0 for entry in shapes.values()]
+            axis.bar([x + 0.16 * (i - len(names) / 2 + 0.5) for x in range(len(shapes))], heights, 0.16, label=name, color=colours[i])
+        axis.axhline(100, color="black", linewidth=0.8)
+        axis.set_xticks(range(len(shapes)), shapes)
+        axis.set_title(dtype)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("% of two reads and a write")
+    axes[0].legend(fontsize=8, ncols=2)
+    figure.suptitle(f"Mean loss and backward, {report['gpu']}, torch {report['torch']}, {report['date']}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "compare.json")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="only draw what --out already holds")
     args = parser.parse_args()
+    if args.plot:
+        return plot(json.loads(args.out.read_text()), args.plot)
     dce = local_kernel.load()
     report = {**environment(__file__), "shapes": {}, "logits": {}}
     losses = {"det-cross-entropy": dce.cross_entropy, **peers()}
