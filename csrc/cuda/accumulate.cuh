@@ -101,27 +101,33 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
   uint64_t near_low = 0, near_high = 0, far_low = 0, far_high = 0;  // sums of the windows' halves
   uint64_t faults = 0;
   int terms = 0;
-  const auto add = [&](const Vector<T>& v, int i) {
-    float x[kLanes];
-    float top = -INFINITY;
+  const int64_t count = degenerate && !(kCheck && max < 0) ? 0 : row.count();
+  for (int64_t i = threadIdx.x; i < count; i += kUnroll * kThreads) {
+    Vector<T> v[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kLanes; ++j) {
-      x[j] = widen(v.lane[j]);
-      if (kCheck) top = max_or_nan(top, x[j]);
-      x[j] = add32(x[j], -frame.shift);
-    }
-    if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
+    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      float x[kLanes];
+      float top = -INFINITY;
 #pragma unroll
       for (int j = 0; j < kLanes; ++j) {
-        const bool faulty = !(widen(v.lane[j]) <= max);
-        faults += faulty;
-        if (faulty) x[j] = -INFINITY;
+        x[j] = widen(v[u].lane[j]);
+        if (kCheck) top = max_or_nan(top, x[j]);
+        x[j] = add32(x[j], -frame.shift);
       }
+      if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
+#pragma unroll
+        for (int j = 0; j < kLanes; ++j) {
+          const bool faulty = !(widen(v[u].lane[j]) <= max);
+          faults += faulty;
+          if (faulty) x[j] = -INFINITY;
+        }
+      }
+      if (!degenerate && add_terms(w, x, near_magic) != kNoneBelow) add_below_windows(row, row.column(i + u * kThreads), kLanes, max, frame, scratch.below);
     }
-    if (degenerate) return;
-    if (add_terms(w, x, near_magic) != kNoneBelow) add_below_windows(row, row.column(i), kLanes, max, frame, scratch.below);
-    terms += kLanes;
-    if (terms > kWindowTerms - kLanes) {
+    terms += kUnroll * kLanes;
+    if (terms > kWindowTerms - kUnroll * kLanes) {
       near_low += static_cast<uint32_t>(w.near);
       near_high += w.near >> 32;
       far_low += static_cast<uint32_t>(w.far);
@@ -129,8 +135,7 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
       w = Windows();
       terms = 0;
     }
-  };
-  if (!degenerate || (kCheck && max < 0)) row.template for_each<kThreads, kUnroll>(add, add);
+  }
   uint64_t total[5] = {near_low + static_cast<uint32_t>(w.near), near_high + (w.near >> 32), far_low + static_cast<uint32_t>(w.far), far_high + (w.far >> 32), faults};
   block_sum(total, scratch.partial);  // its barriers also complete `below`
   if (threadIdx.x != 0) return;

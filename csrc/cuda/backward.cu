@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
     T* const to = grad + piece.row * columns + piece.begin;
     const RowScale f = shared_scale;
     if (ignored || !is_finite(f.scale)) {
-      fill_stretch<T, kBackwardPolicy.threads>(piece.length, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
+      fill_stretch<T, kBackwardPolicy.threads>(row, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
     } else {
       gradient_stretch<T, kBackwardPolicy.threads, kBackwardPolicy.unroll>(row, row_max[piece.row], f, target - shard.start - shard.lo - piece.begin, to);
     }

@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(
       if (is_finite(f.scale)) {
         gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, f, target, to);
       } else {
-        fill_stretch<T, kThreads>(rows.logits.columns, canonical_nan<T>(), to);
+        fill_stretch<T, kThreads>(whole, canonical_nan<T>(), to);
       }
     }
     __syncthreads();  // the scratch memory is the next row's

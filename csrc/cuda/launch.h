@@ -26,7 +26,7 @@ struct Policy {
   int64_t piece_bytes;     // what a block takes of a row at least
   int blocks_a_processor;  // as many pieces as make this many blocks, where rows are few
 };
-constexpr Policy kRowMaxPolicy = {256, 3, 4, 32768, 16};
+constexpr Policy kRowMaxPolicy = {256, 4, 4, 32768, 16};
 constexpr Policy kAccumulatePolicy = {128, 5, 4, 32768, 16};
 constexpr Policy kBackwardPolicy = {256, 3, 4, 16384, 16};
 // The fused kernel (fused.cu): rows in shared memory.

@@ -16,11 +16,15 @@ __global__ void __launch_bounds__(kRowMaxPolicy.threads, kRowMaxPolicy.resident)
   }
   const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
   float top = -INFINITY;
-  const auto add = [&](const Vector<T>& v, int) {
+  for (int64_t i = threadIdx.x; i < row.count(); i += kUnroll * kThreads) {
+    Vector<T> v[kUnroll];
 #pragma unroll
-    for (int j = 0; j < kVector<T>; ++j) top = max_or_nan(top, widen(v.lane[j]));
-  };
-  row.template for_each<kThreads, kUnroll>(add, add);
+    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u)
+#pragma unroll
+      for (int j = 0; j < kVector<T>; ++j) top = max_or_nan(top, widen(v[u].lane[j]));
+  }
   const int32_t max = block_max(order_image(top), scratch);
   if (threadIdx.x == 0) {
     if (pieces.pieces == 1) {
