@@ -17,10 +17,11 @@ struct Logits {
 };
 
 struct Targets {
-  const void* data;  // one a row
+  const void* data;  // one a row; null: none, so that no row is ignored
   bool is_int64;     // else int32
   int64_t ignore_index;
 };
+constexpr Targets kNoTargets = {nullptr, true, 0};
 
 // Columns [lo, hi) of the tensor, which are [start + lo, start + hi) of the vocabulary.
 struct Shard {

@@ -18,12 +18,13 @@ struct RowFrame {
   int32_t n_max;  // exponent of the maximum's term, |n_max| < 2^21
   int32_t base;   // 32 (B - 4): the exponent that word 0 starts at; a term is kept if n >= base
 };
+DCE_FN int32_t base_of(int32_t n_max) { return ((n_max >> 5) - kBlocksBelow) * 32; }
 // For a row that is not degenerate.
 DCE_FN RowFrame row_frame(float row_max) {
   RowFrame f;
   f.shift = row_shift(row_max);
   f.n_max = term_exponent(term(add32(row_max, -f.shift)));
-  f.base = ((f.n_max >> 5) - kBlocksBelow) * 32;
+  f.base = base_of(f.n_max);
   return f;
 }
 

@@ -61,6 +61,10 @@ const float* float_rows(const Tensor& t, const char* name, const Tensor& like, i
   STD_TORCH_CHECK(t.dim() == 1 && t.scalar_type() == ScalarType::Float, name, ": expected float32 [N]");
   return t.const_data_ptr<float>();
 }
+const int64_t* sum_words(const Tensor& sums) {
+  STD_TORCH_CHECK(sums.dim() == 1 && sums.size(0) == kSumWords && sums.scalar_type() == ScalarType::Long && sums.is_contiguous(), "sums: expected contiguous int64 [", kSumWords, "]");
+  return sums.const_data_ptr<int64_t>();
+}
 Shard shard(const Logits& logits, int64_t lo, int64_t hi, int64_t start) {
   STD_TORCH_CHECK(0 <= lo && lo <= hi && hi <= logits.columns, "v_lo, v_hi: expected 0 <= v_lo <= v_hi <= ", logits.columns, ", got ", lo, ", ", hi);
   STD_TORCH_CHECK(start >= 0 && start + hi < (int64_t{1} << 31), "v_start: expected v_start >= 0 and v_start + v_hi < 2^31, got ", start);
@@ -169,9 +173,7 @@ struct GradInputs {
     STD_TORCH_CHECK(grad_out.scalar_type() == ScalarType::Float && (grad_out.dim() == 0 || (grad_out.dim() == 1 && grad_out.size(0) == x.rows)),
                     "grad_out: expected float32 [] or [N]");
     upstream = {grad_out.const_data_ptr<float>(), grad_out.dim() == 0 ? 0 : grad_out.stride(0), nullptr};
-    if (!sums.has_value()) return;
-    STD_TORCH_CHECK(sums->numel() == kSumWords && sums->scalar_type() == ScalarType::Long && sums->is_contiguous(), "sums: expected int64 [", kSumWords, "]");
-    upstream.sums = sums->const_data_ptr<int64_t>();
+    if (sums.has_value()) upstream.sums = sum_words(*sums);
   }
 };
 
@@ -222,9 +224,9 @@ Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_ind
 }
 
 Tensor reduce_digits(const Tensor& sums, bool mean) {
-  STD_TORCH_CHECK(sums.dim() == 1 && sums.size(0) == kSumWords && sums.scalar_type() == ScalarType::Long && sums.is_contiguous(), "sums: expected contiguous int64 [", kSumWords, "]");
+  const int64_t* words = sum_words(sums);
   Tensor out = empty(sums, {}, ScalarType::Float);
-  DCE_CALL(sums, round_sums, sums.const_data_ptr<int64_t>(), mean, out.mutable_data_ptr<float>());
+  DCE_CALL(sums, round_sums, words, mean, out.mutable_data_ptr<float>());
   return out;
 }
 

@@ -1,7 +1,8 @@
 // From a row's digits to its loss, denominator and what its gradient needs: docs/SPEC.md section 6. One row, one thread.
 #pragma once
 
-#include "digits.h"
+#include "backend.h"
+#include "sums.h"
 
 namespace dce {
 
@@ -161,15 +162,20 @@ DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t targe
   return out;
 }
 
-// Outputs: arrays of one value a row, the state of two (RowOutputs in backend.h).
-template <class Outputs>
-DCE_FN void write_row(const Outputs& out, int64_t row, const RowResult& r) {
+DCE_FN void write_row(const RowOutputs& out, int64_t row, const RowResult& r) {
   out.loss[row] = r.loss;
   out.denom[row] = r.denom;
   out.state[2 * row] = r.state.inv;
   out.state[2 * row + 1] = r.state.tgt;
   out.status[row] = r.status;
 }
+
+// ---- targets
+
+DCE_FN int64_t target_at(const Targets& t, int64_t row) {
+  return t.is_int64 ? static_cast<const int64_t*>(t.data)[row] : static_cast<const int32_t*>(t.data)[row];
+}
+DCE_FN bool is_ignored(const Targets& t, int64_t row) { return t.data != nullptr && target_at(t, row) == t.ignore_index; }
 
 // ---- gradient of a row (SPEC 7)
 
@@ -182,6 +188,10 @@ DCE_FN double upstream(float grad, const int64_t* count) {
   const double g = static_cast<double>(grad);
   if (count == nullptr) return g;
   return *count > 0 ? div(g, static_cast<double>(*count)) : from_bits(uint64_t{0x7FF8000000000000});
+}
+// The upstream gradient of a row.
+DCE_FN double upstream_of(const Upstream& u, int64_t row) {
+  return upstream(u.grad != nullptr ? u.grad[row * u.stride] : 1.0f, u.sums != nullptr ? u.sums + kCountWord : nullptr);
 }
 DCE_FN RowScale row_scale(double upstream, const RowState& state) {
   const RowScale out = {static_cast<float>(mul64(upstream, state.inv)), static_cast<float>(mul64(upstream, state.tgt))};

@@ -8,7 +8,6 @@
 #include <cstring>
 #include <vector>
 
-#include "../sums.h"
 #include "loops.h"
 
 namespace dce {
@@ -84,10 +83,6 @@ void with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-int64_t target_at(const Targets& t, int64_t row) {
-  return t.is_int64 ? static_cast<const int64_t*>(t.data)[row] : static_cast<const int32_t*>(t.data)[row];
-}
-
 template <class T>
 void digits_of(const T* x, int64_t n, float max, int64_t* digits) {
   if (is_degenerate(max)) {
@@ -109,10 +104,8 @@ void finalize_one(const int64_t* digits, const Logits& logits, const Targets& ta
 
 namespace {
 
-// skip: rows that are not read, or null.
-bool skipped(const Targets* skip, int64_t row) { return skip && target_at(*skip, row) == skip->ignore_index; }
-
-void row_max_of(const Logits& logits, const Targets* skip, const Shard& shard, float* out) {
+// Rows that `ignored` marks are not read.
+void row_max_of(const Logits& logits, const Targets& ignored, const Shard& shard, float* out) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   std::vector<int32_t> image(logits.rows * cut.pieces, kImageOfNegInf);
@@ -121,7 +114,7 @@ void row_max_of(const Logits& logits, const Targets* skip, const Shard& shard, f
     parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
       const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0 && !skipped(skip, row)) image[i] = loops_for(T{}).max_image(x, left < cut.length ? left : cut.length);
+      if (left > 0 && !is_ignored(ignored, row)) image[i] = loops_for(T{}).max_image(x, left < cut.length ? left : cut.length);
     });
   });
   for (int64_t i = 0; i < logits.rows * cut.pieces; ++i) {
@@ -131,7 +124,7 @@ void row_max_of(const Logits& logits, const Targets* skip, const Shard& shard, f
   for (int64_t row = 0; row < logits.rows; ++row) out[row] = from_order_image(image[row * cut.pieces]);
 }
 
-void digits_of_rows(const Logits& logits, const Targets* skip, const float* row_max, const Shard& shard, int64_t* digits) {
+void digits_of_rows(const Logits& logits, const Targets& ignored, const float* row_max, const Shard& shard, int64_t* digits) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   std::vector<int64_t> part(logits.rows * cut.pieces * kWords, 0);
@@ -140,7 +133,7 @@ void digits_of_rows(const Logits& logits, const Targets* skip, const float* row_
     parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
       const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0 && !skipped(skip, row)) digits_of(x, left < cut.length ? left : cut.length, canonical_max(row_max[row]), &part[i * kWords]);
+      if (left > 0 && !is_ignored(ignored, row)) digits_of(x, left < cut.length ? left : cut.length, canonical_max(row_max[row]), &part[i * kWords]);
     });
   });
   for (int64_t row = 0; row < logits.rows; ++row) {
@@ -157,10 +150,10 @@ void digits_of_rows(const Logits& logits, const Targets* skip, const float* row_
 
 }  // namespace
 
-void row_max(const Logits& logits, const Shard& shard, float* out, Context) { row_max_of(logits, nullptr, shard, out); }
+void row_max(const Logits& logits, const Shard& shard, float* out, Context) { row_max_of(logits, kNoTargets, shard, out); }
 
 void denom_digits(const Logits& logits, const float* row_max, const Shard& shard, int64_t* digits, Context) {
-  digits_of_rows(logits, nullptr, row_max, shard, digits);
+  digits_of_rows(logits, kNoTargets, row_max, shard, digits);
 }
 
 void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context) {
@@ -184,10 +177,6 @@ void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t i
     loops_for(T{}).gradient(x, to, n, row_frame(max), f.scale);
     if (target >= begin && target - begin < n) narrow(f.target, to[target - begin]);
   }
-}
-
-double upstream_of(const Upstream& u, int64_t row) {
-  return upstream(u.grad ? u.grad[row * u.stride] : 1.0f, u.sums ? u.sums + kCountWord : nullptr);
 }
 
 // Forward, row by row while it is in the cache; and the gradient, if grad is not null.
@@ -219,8 +208,8 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
 void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, Context context) {
   if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, nullptr, nullptr);
   const Shard whole = {0, logits.columns, 0};
-  row_max_of(logits, &targets, whole, row_max_out);
-  digits_of_rows(logits, &targets, row_max_out, whole, digits);
+  row_max_of(logits, targets, whole, row_max_out);
+  digits_of_rows(logits, targets, row_max_out, whole, digits);
   finalize(digits, logits, targets, row_max_out, out, context);
 }
 
@@ -252,12 +241,12 @@ void backward_unless_one(const Logits& logits, const Targets& targets, const flo
 
 void count_targets(const Targets& targets, int64_t rows, int64_t* sums, Context) {
   std::memset(sums, 0, kSumWords * sizeof(int64_t));
-  for (int64_t row = 0; row < rows; ++row) sums[kCountWord] += target_at(targets, row) != targets.ignore_index;
+  for (int64_t row = 0; row < rows; ++row) sums[kCountWord] += !is_ignored(targets, row);
 }
 
 void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context) {
   for (int64_t row = 0; row < rows; ++row)
-    if (target_at(targets, row) != targets.ignore_index) add_loss(loss[row], sums);
+    if (!is_ignored(targets, row)) add_loss(loss[row], sums);
 }
 
 void round_sums(const int64_t* sums, bool mean, float* out, Context) {

@@ -1,5 +1,4 @@
 // Gradient of the loss with respect to the logits of a shard (SPEC 7).
-#include "../sums.h"
 #include "gradient.cuh"
 #include "launch.h"
 
@@ -18,8 +17,7 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
     const int64_t target = target_at(targets, piece.row);
     const bool ignored = target == targets.ignore_index;
     if (threadIdx.x == 0 && !ignored) {
-      const double g = upstream(up.grad != nullptr ? up.grad[piece.row * up.stride] : 1.0f, up.sums != nullptr ? up.sums + kCountWord : nullptr);
-      shared_scale = row_scale(g, {state[2 * piece.row], state[2 * piece.row + 1]});
+      shared_scale = row_scale(upstream_of(up, piece.row), {state[2 * piece.row], state[2 * piece.row + 1]});
     }
     __syncthreads();
     const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);

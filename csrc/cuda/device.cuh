@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "../backend.h"
 #include "../row.h"
 
 namespace dce {
@@ -46,6 +45,12 @@ union Vector {
   T lane[kVector<T>];
 };
 
+template <class T>
+__device__ __forceinline__ void widen(const Vector<T>& v, float (&x)[kVector<T>]) {
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) x[j] = widen(v.lane[j]);
+}
+
 // Columns [0, length) at `data` as 16-byte vectors on the memory's own grid: vector 0 is the one that holds column 0, so a row that starts anywhere needs no copy;
 // the first and the last may be partial.
 template <class T>
@@ -80,7 +85,6 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return m;
 }
 
-
 // The greatest and the least of a run of vectors: NaN in `top` if there is one.
 template <class T>
 struct Extremes {
@@ -109,6 +113,7 @@ struct Extremes<__nv_bfloat16> {  // two at a time
   __device__ __forceinline__ float greatest() const { return max_or_nan(__low2float(top), __high2float(top)); }
   __device__ __forceinline__ float least() const { return fminf(__low2float(low), __high2float(low)); }
 };
+
 // 1 << s; 0 for every s outside [0, 31].
 __device__ __forceinline__ uint32_t one_shifted(uint32_t s) {
   uint32_t w;
@@ -153,12 +158,6 @@ __device__ __forceinline__ void atomic_add(int64_t* to, int64_t v) {
 }
 
 // ---- work
-
-__device__ __forceinline__ int64_t target_at(const Targets& t, int64_t row) {
-  return t.is_int64 ? static_cast<const int64_t*>(t.data)[row] : static_cast<const int32_t*>(t.data)[row];
-}
-// data null: no row is ignored
-__device__ __forceinline__ bool is_ignored(const Targets& t, int64_t row) { return t.data != nullptr && target_at(t, row) == t.ignore_index; }
 
 // Each row of `columns` in `pieces` cuts of `length`; block (x, y) takes piece y of row x.
 struct Pieces {

@@ -43,7 +43,7 @@ __device__ __forceinline__ void send_mail(const WarpSum* sums, int workers, Mail
   int32_t lowest = kNoTerm, below = -1;  // relative to base
   if (!is_degenerate(top) && top >= kLowestTerm) {
     const int32_t n_top = term_exponent(term(top));
-    const int32_t base = ((n_top >> 5) - kBlocksBelow) * 32;
+    const int32_t base = base_of(n_top);
     if (row_shift(top) != 0.0f) {
       below = n_top - base;  // no digits: exact only if the row drops the slice whole; a maximum this high is the fallback's anyway
     } else {
@@ -112,10 +112,10 @@ __device__ __forceinline__ RowTotal read_mail(const Mail* box, int cluster) {
     return out;
   }
   out.n_max = term_exponent(term(out.max));
-  out.base = ((out.n_max >> 5) - kBlocksBelow) * 32;
+  out.base = base_of(out.n_max);
 
   const float own = from_order_image(mail.image);
-  const int32_t own_base = own >= kLowestTerm && has ? ((term_exponent(term(own)) >> 5) - kBlocksBelow) * 32 : out.base;
+  const int32_t own_base = own >= kLowestTerm && has ? base_of(term_exponent(term(own))) : out.base;
   const int32_t drop = (out.base - own_base) / 32;  // words of the slice below the row's
   bool exact = !has || mail.below == kNoTerm || own_base + mail.below < out.base;
   uint64_t halves[kMailWords];

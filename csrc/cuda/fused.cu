@@ -14,7 +14,6 @@
 #include <map>
 #include <mutex>
 
-#include "../sums.h"
 #include "accumulate.cuh"
 #include "exchange.cuh"
 #include "gradient.cuh"
@@ -115,8 +114,7 @@ __device__ __forceinline__ float sum_share(const uint4* slice, int vectors, int 
 #pragma unroll 2
     for (int i = first; i < vectors; i += kWorkers * kWarp) {
       v.raw = slice[i];
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      widen(v, x);
       add_near_terms(w, x, near_magic);
     }
   } else if (has_terms && term(low, near_magic).z >= kMagic - 32) {  // in two
@@ -124,15 +122,13 @@ __device__ __forceinline__ float sum_share(const uint4* slice, int vectors, int 
 #pragma unroll 2
     for (int i = first; i < vectors; i += kWorkers * kWarp) {
       v.raw = slice[i];
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      widen(v, x);
       add_near_and_far_terms(w, x, far_magic);
     }
   } else if (has_terms) {
     for (int i = first; i < vectors; i += kWorkers * kWarp) {
       v.raw = slice[i];
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      widen(v, x);
       below = max(below, add_terms(w, x, near_magic));
     }
   }
@@ -171,16 +167,14 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
 #pragma unroll 4
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      widen(v, x);
       gradients<T, false>(x, row_magic, message.scale.scale, v.lane);
       __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
     }
   } else {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) x[j] = widen(v.lane[j]);
+      widen(v, x);
       gradients<T, true>(x, row_magic, message.scale.scale, v.lane);
       __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
     }
@@ -242,7 +236,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     const int own = warp - kWorkers;
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
-    const double g = upstream(1.0f, rows.sums != nullptr ? rows.sums + kCountWord : nullptr);
+    const double g = upstream_of({nullptr, 0, rows.sums}, 0);
     for (int64_t row = first_row + own * clusters; row < rows.logits.rows; row += kCombiners * clusters) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
@@ -355,7 +349,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(
         RowSums sums;
         shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
         if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-          shared_scale = row_scale(upstream(1.0f, rows.sums != nullptr ? rows.sums + kCountWord : nullptr), row_state(sums));
+          shared_scale = row_scale(upstream_of({nullptr, 0, rows.sums}, row), row_state(sums));
       }
     }
     if (kGrad) {

@@ -73,8 +73,6 @@ void with_dtype(Dtype dtype, const F& f) {
 }
 inline int64_t element_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 : 2; }
 
-constexpr Targets kNoTargets = {nullptr, true, 0};
-
 // The stages inside forward, which skip the rows that `ignored` marks (SPEC 6, rule 1).
 void row_max_of(const Logits&, const Targets& ignored, const Shard&, float* out, Context);
 // kCheck: look for logits above the given maximum. Words come out as sums of pieces, not carried.
