@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Forward and backward of a mean loss, side by side with the kernels that are installed, in one run on one GPU.
+"""Forward and backward of a mean loss, side by side with the kernels that are installed, in one run on one GPU; and what the loss costs on other shapes, logits and cuts.
 
     python benchmarks/compare.py --out benchmarks/results/h200_compare.json
 
@@ -10,6 +10,7 @@ Host time is hidden behind queued work. Peers: torch, torch.compile, liger_kerne
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -62,12 +63,111 @@ def logits_like(kind, rows, columns, dtype):
     return x
 
 
-def time_step(loss_of, x, t):
+def step_of(loss_of, x, t):
     def step():
         x.grad = None
         loss_of(x, t).backward()
 
-    return median(step)
+    return step
+
+
+def wall(f, repeats=300):
+    """Microseconds an iteration of f as a program sees them, the device kept busy by nothing else."""
+    for _ in range(30):
+        f()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        f()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def random_problem(rows, columns, dtype):
+    return torch.randn(rows, columns, device="cuda", dtype=dtype), torch.randint(columns, (rows,), device="cuda")
+
+
+def side_by_side(dce, losses, rows, columns, dtype):
+    """Milliseconds by kernel; and of our two steps, and of our forward."""
+    x, t = random_problem(rows, columns, dtype)
+    into = torch.empty_like(x)
+    entry = {"floor_ms": 1.5 * median(lambda: into.copy_(x))}
+    del into
+    for name, loss_of in losses.items():
+        leaf = x.clone().requires_grad_()  # some peers write over their input
+        try:
+            entry[name] = median(step_of(loss_of, leaf, t))
+        except Exception as error:
+            entry[name] = None
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+        del leaf
+    leaf = x.clone().requires_grad_()
+    ones = torch.ones(rows, device="cuda")
+
+    def two_steps():  # an upstream gradient for each row
+        leaf.grad = None
+        dce.cross_entropy(leaf, t, "none").backward(ones)
+
+    entry["det-cross-entropy, two steps"] = median(two_steps)
+    entry["det-cross-entropy, forward"] = median(lambda: dce.forward(x, t))
+    return entry
+
+
+def small(losses):
+    """Few rows: device milliseconds and wall microseconds of an iteration."""
+    table = {}
+    for rows, columns in ((16, 128256), (8, 1024)):
+        x, t = random_problem(rows, columns, torch.bfloat16)
+        for name, loss_of in losses.items():
+            leaf = x.clone().requires_grad_()
+            table[f"{rows}x{columns} {name}"] = {"device_us": 1000 * median(step_of(loss_of, leaf, t)), "wall_us": wall(step_of(loss_of, leaf, t))}
+    return table
+
+
+def sharded(dce, rows, columns, dtype, shards=4):
+    """Milliseconds of the mean and its gradient from shards on one device, and of the fused step."""
+    x, t = random_problem(rows, columns, dtype)
+    cuts = [(columns * i // shards, columns * (i + 1) // shards) for i in range(shards)]
+    one = torch.ones((), device="cuda")
+
+    def step():
+        rowmax = torch.stack([dce.rowmax(x, lo, hi) for lo, hi in cuts]).amax(0)
+        digits = sum(dce.denom_digits(x, rowmax, lo, hi) for lo, hi in cuts)
+        losses, _ = dce.finalize(digits, x, t, rowmax)
+        sums = dce.loss_digits(losses, t)
+        dce.reduce_digits(sums)
+        for lo, hi in cuts:
+            dce.grad_logits(one, x, t, digits, rowmax, lo, hi, sums=sums)
+
+    leaf = x.clone().requires_grad_()
+    return {"sharded": median(step), "fused": median(step_of(dce.cross_entropy, leaf, t))}
+
+
+def linearity(dce):
+    """Milliseconds of a step in bfloat16 against rows and against columns."""
+    table = {}
+    for rows, columns in [(n, 128256) for n in (1024, 4096, 16384, 65536)] + [(8192, v) for v in (4096, 16384, 65536, 262144)]:
+        x, t = random_problem(rows, columns, torch.bfloat16)
+        x.requires_grad_()
+        table[f"{rows}x{columns}"] = median(step_of(dce.cross_entropy, x, t), repeats=9)
+        del x
+        torch.cuda.empty_cache()
+    return table
+
+
+def memory(dce, losses):
+    """Peak bytes of a step beside the logits, as a multiple of the logits' bytes; the gradient is 1 of them."""
+    x, t = random_problem(4096, 128256, torch.bfloat16)
+    table = {}
+    for name, loss_of in {**losses, "det-cross-entropy, inplace_backward": lambda y, t: dce.cross_entropy(y * 1, t, inplace_backward=True)}.items():
+        leaf = x.clone().requires_grad_()
+        copy = x.nbytes if "inplace" in name else 0  # the y * 1 above stands for the layer whose output the logits are
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss_of(leaf, t).backward()
+        table[name] = (torch.cuda.max_memory_allocated() - before - copy) / x.nbytes
+        del leaf
+    return table
 
 
 def plot(report, path):
@@ -104,39 +204,15 @@ def main():
     if args.plot:
         return plot(json.loads(args.out.read_text()), args.plot)
     dce = local_kernel.load()
-    report = {**environment(__file__), "shapes": {}, "logits": {}}
     losses = {"det-cross-entropy": dce.cross_entropy, **peers()}
+    report = {**environment(__file__), "shapes": {}, "logits": {}}
     for dtype in (torch.bfloat16, torch.float32):
         for rows, columns in SHAPES:
-            x = torch.randn(rows, columns, device="cuda", dtype=dtype)
-            t = torch.randint(columns, (rows,), device="cuda")
-            into = torch.empty_like(x)
-            floor = 1.5 * median(lambda: into.copy_(x))
-            del into
-            entry = {"floor_ms": floor}
-            for name, loss_of in losses.items():
-                leaf = x.clone().requires_grad_()  # some peers write over their input
-                try:
-                    entry[name] = time_step(loss_of, leaf, t)
-                except Exception as error:
-                    entry[name] = None
-                    print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
-                del leaf
-            # our two steps: an upstream gradient for each row
-            leaf = x.clone().requires_grad_()
-            ones = torch.ones(rows, device="cuda")
-
-            def two_steps():
-                leaf.grad = None
-                dce.cross_entropy(leaf, t, "none").backward(ones)
-
-            entry["det-cross-entropy, two steps"] = median(two_steps)
-            entry["det-cross-entropy, forward"] = median(lambda: dce.forward(x, t))
             label = f"{str(dtype)[6:]} {rows}x{columns}"
-            report["shapes"][label] = entry
+            entry = report["shapes"][label] = side_by_side(dce, losses, rows, columns, dtype)
+            floor = entry["floor_ms"]
             shown = "  ".join(f"{name} {100 * floor / ms:.0f}% ({ms:.3f})" for name, ms in entry.items() if ms and name != "floor_ms")
             print(f"{label}: floor {floor:.3f} ms  {shown}", flush=True)
-            del x, leaf
             torch.cuda.empty_cache()
     rows, columns = 4096, 128256
     for dtype in (torch.bfloat16, torch.float32):
@@ -144,9 +220,14 @@ def main():
         for kind in ("N(0, 1)", "sigma 4", "LM-like", "all equal", "half masked", "half ignored"):
             x = logits_like(kind, rows, columns, dtype).requires_grad_()
             some = torch.where(torch.arange(rows, device="cuda") % 2 == 0, t, -100) if kind == "half ignored" else t
-            report["logits"][f"{str(dtype)[6:]} {kind}"] = time_step(dce.cross_entropy, x, some)
+            report["logits"][f"{str(dtype)[6:]} {kind}"] = median(step_of(dce.cross_entropy, x, some))
             del x
-    print(json.dumps(report["logits"], indent=1))
+    report["sharded"] = {f"{str(d)[6:]} 4096x128256": sharded(dce, 4096, 128256, d) for d in (torch.bfloat16, torch.float32)}
+    report["small"] = small(losses)
+    report["linearity"] = linearity(dce)
+    report["memory"] = memory(dce, losses)
+    for part in ("logits", "sharded", "small", "linearity", "memory"):
+        print(part, json.dumps(report[part], indent=1))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
 

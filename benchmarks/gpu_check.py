@@ -130,6 +130,9 @@ def check_against_cpu(dce, make_case, cases):
                 loss = dce.cross_entropy(leaf, t, reduction, validate=False)
                 loss.backward()
                 out += [loss.detach(), leaf.grad]
+            leaf = x.detach().clone().requires_grad_()
+            (in_place,) = torch.autograd.grad(dce.cross_entropy(leaf.view_as(leaf), t, inplace_backward=True, validate=False), leaf)
+            out.append(in_place)
             per_device.append([dce.digest(o) for o in out])
         wrong = [i for i, (a, b) in enumerate(zip(*per_device)) if a != b]
         if wrong:
@@ -172,9 +175,9 @@ def check_large(dce):
     return wrong
 
 
-def check_graph(dce):
-    x = torch.randn(64, 32000, device="cuda", requires_grad=True)
-    t = torch.randint(32000, (64,), device="cuda")
+def check_graph(dce, rows, columns, dtype):
+    x = torch.randn(rows, columns, device="cuda", dtype=dtype, requires_grad=True)
+    t = torch.randint(columns, (rows,), device="cuda")
 
     def step():
         x.grad = None
@@ -195,7 +198,7 @@ def check_graph(dce):
     grad = x.grad
     with torch.no_grad():
         x.copy_(torch.randn_like(x))
-        t.copy_(torch.randint_like(t, 32000))
+        t.copy_(torch.randint_like(t, columns))
     graph.replay()
     captured = loss.clone(), grad.clone()
     want = step()
@@ -302,7 +305,7 @@ def main():
     record("cpu paths", [p for p, line in paths.items() if "equal the golden" not in line], paths)
     record("random cases against the CPU", check_against_cpu(dce, random_case, args.cases), None)
     record("random batches against the CPU", check_against_cpu(dce, batch_case, args.batches), None)
-    record("graph", check_graph(dce))
+    record("graph", check_graph(dce, 64, 32000, torch.float32) + check_graph(dce, 200, 128256, torch.bfloat16))
     record("compile", check_compile(dce))
     record("bad targets", check_bad_targets(dce))
     if not args.skip_large:

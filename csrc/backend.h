@@ -36,6 +36,12 @@ struct RowOutputs {
   int32_t* status;
 };
 
+// Memory of a batch. zeros: the words of its sums (csrc/sums.h) and what else must start as 0, zero_words() in all; digits: rows x 8 words.
+struct Scratch {
+  int64_t* zeros;
+  int64_t* digits;
+};
+
 // Upstream gradient of the rows: one value a row (stride 1) or one for all (stride 0); null is 1 for all.
 struct Upstream {
   const float* grad;
@@ -47,19 +53,25 @@ struct Upstream {
   void row_max(const Logits&, const Shard&, float* out, Context);                                                                    \
   void denom_digits(const Logits&, const float* row_max, const Shard&, int64_t* digits, Context);                                    \
   void finalize(const int64_t* digits, const Logits&, const Targets&, const float* row_max, const RowOutputs&, Context);             \
-  /* all stages over one tensor; digits: rows x 8 words, scratch */                                                                  \
-  void forward(const Logits&, const Targets&, int64_t* digits, float* row_max, const RowOutputs&, Context);                          \
-  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can */                             \
-  void forward_backward(const Logits&, const Targets&, int64_t* digits, float* row_max, const RowOutputs&, const int64_t* sums,      \
-                        void* grad, Context);                                                                                        \
+  /* all stages over one tensor */                                                                                                   \
+  void forward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, Context);                           \
+  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can; for a mean, the count is in   \
+     the scratch words */                                                                                                            \
+  void forward_backward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, bool mean, void* grad,     \
+                        Context);                                                                                                    \
+  /* grad: rows at a distance of grad_stride elements; may be the logits themselves */                                               \
   void backward(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, const Shard&, void* grad, \
-                Context);                                                                                                            \
+                int64_t grad_stride, Context);                                                                                       \
   /* the whole gradient again, if the one upstream value is not 1; decided on the device */                                          \
   void backward_unless_one(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, void* grad,    \
                            Context);                                                                                                 \
-  /* the count alone, other words 0; then the losses into words that hold it */                                                      \
-  void count_targets(const Targets&, int64_t rows, int64_t* sums, Context);                                                          \
+  /* how many words of Scratch must be 0 */                                                                                          \
+  void zero_words(int64_t* words, Context);                                                                                          \
+  /* 0 to `words` words, then the count of rows into those of a batch, which come first; then the losses into words that hold it */  \
+  void count_targets(const Targets&, int64_t rows, int64_t* sums, int64_t words, Context);                                           \
   void sum_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, Context);                                          \
+  /* sum_losses and round_sums; word kSumWords of sums is there, and 0 */                                                            \
+  void reduce_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, bool mean, float* out, Context);                \
   void round_sums(const int64_t* sums, bool mean, float* out, Context);                                                              \
   void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context);
 

@@ -18,8 +18,16 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
+// Contiguous, on the device of `like`. Straight from the C interface: torch::stable::new_empty goes through the dispatcher, and a step makes ten of these.
 Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType dtype) {
-  return torch::stable::new_empty(like, torch::headeronly::IntHeaderOnlyArrayRef(size.begin(), size.size()), dtype);
+  int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device));
+  int64_t stride[2] = {1, 1};  // at most two dimensions
+  if (size.size() == 2) stride[0] = size.begin()[1] > 0 ? size.begin()[1] : 1;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(size.size()), size.begin(), stride, torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)), device,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 Dtype dtype_of(const Tensor& logits) {
@@ -135,25 +143,25 @@ struct Batch {
   Logits x;
   Targets t;
   RowTensors rows;
-  Tensor max, digits, sums;
-  int64_t reduction;
+  Tensor max, scratch, sums;
+  int64_t reduction, zeros;
   Batch(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index)
       : x(view_vocabulary(logits)),
         t(view_targets(targets, logits, x.rows, ignore_index)),
         rows(logits, x.rows),
         max(empty(logits, {x.rows}, ScalarType::Float)),
-        digits(empty(logits, {x.rows, kWords}, ScalarType::Long)),
-        sums(empty(logits, {reduction == kNone ? 0 : kSumWords}, ScalarType::Long)),
         reduction(reduction) {
     STD_TORCH_CHECK(reduction == kNone || reduction == kMean || reduction == kSum, "reduction: expected 0, 1 or 2, got ", reduction);
-    if (reduction != kNone) DCE_CALL(logits, count_targets, t, x.rows, sums.mutable_data_ptr<int64_t>());
+    DCE_CALL(logits, zero_words, &zeros);
+    scratch = empty(logits, {zeros + x.rows * kWords}, ScalarType::Long);
+    sums = torch::stable::narrow(scratch, 0, 0, reduction == kNone ? 0 : kSumWords);
+    DCE_CALL(logits, count_targets, t, reduction == kNone ? 0 : x.rows, scratch.mutable_data_ptr<int64_t>(), zeros);
   }
-  const int64_t* mean_words() const { return reduction == kMean ? sums.const_data_ptr<int64_t>() : nullptr; }
+  Scratch memory() const { return {scratch.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>() + zeros}; }
   Tensor reduce(const Tensor& logits) const {
     if (reduction == kNone) return rows.loss;
     Tensor out = empty(logits, {}, ScalarType::Float);
-    DCE_CALL(logits, sum_losses, rows.loss.const_data_ptr<float>(), t, x.rows, sums.mutable_data_ptr<int64_t>());
-    DCE_CALL(logits, round_sums, sums.const_data_ptr<int64_t>(), reduction == kMean, out.mutable_data_ptr<float>());
+    DCE_CALL(logits, reduce_losses, rows.loss.const_data_ptr<float>(), t, x.rows, scratch.mutable_data_ptr<int64_t>(), reduction == kMean, out.mutable_data_ptr<float>());
     return out;
   }
 };
@@ -181,7 +189,7 @@ struct GradInputs {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
   const Batch b(logits, targets, reduction, ignore_index);
-  if (b.x.rows > 0) DCE_CALL(logits, forward, b.x, b.t, b.digits.mutable_data_ptr<int64_t>(), b.max.mutable_data_ptr<float>(), b.rows.view());
+  if (b.x.rows > 0) DCE_CALL(logits, forward, b.x, b.t, b.memory(), b.max.mutable_data_ptr<float>(), b.rows.view());
   return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status};
 }
 
@@ -190,7 +198,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy
   const Batch b(logits, targets, reduction, ignore_index);
   Tensor grad = empty(logits, {b.x.rows, b.x.columns}, logits.scalar_type());
   if (b.x.rows > 0)
-    DCE_CALL(logits, forward_backward, b.x, b.t, b.digits.mutable_data_ptr<int64_t>(), b.max.mutable_data_ptr<float>(), b.rows.view(), b.mean_words(), grad.mutable_data_ptr());
+    DCE_CALL(logits, forward_backward, b.x, b.t, b.memory(), b.max.mutable_data_ptr<float>(), b.rows.view(), reduction == kMean, grad.mutable_data_ptr());
   return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, grad};
 }
 
@@ -203,12 +211,17 @@ void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, con
   if (in.x.rows > 0) DCE_CALL(logits, backward_unless_one, in.x, in.t, in.max, in.state, in.upstream, grad.mutable_data_ptr());
 }
 
+void grad_over_logits(Tensor logits, const Tensor& grad_out, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums, int64_t ignore_index) {
+  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
+  if (in.x.rows > 0) DCE_CALL(logits, backward, in.x, in.t, in.max, in.state, in.upstream, shard(in.x, 0, in.x.columns, 0), logits.mutable_data_ptr(), in.x.row_stride);
+}
+
 Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                    int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start) {
   const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
   const Shard part = shard(in.x, v_lo, v_hi, v_start);
   Tensor out = empty(logits, {in.x.rows, v_hi - v_lo}, logits.scalar_type());
-  if (in.x.rows > 0 && v_hi > v_lo) DCE_CALL(logits, backward, in.x, in.t, in.max, in.state, in.upstream, part, out.mutable_data_ptr());
+  if (in.x.rows > 0 && v_hi > v_lo) DCE_CALL(logits, backward, in.x, in.t, in.max, in.state, in.upstream, part, out.mutable_data_ptr(), v_hi - v_lo);
   return out;
 }
 
@@ -218,7 +231,7 @@ Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_ind
   const float* l = float_rows(loss, "loss", loss, rows);
   const Targets t = view_targets(targets, loss, rows, ignore_index);
   Tensor sums = empty(loss, {kSumWords}, ScalarType::Long);
-  DCE_CALL(loss, count_targets, t, rows, sums.mutable_data_ptr<int64_t>());
+  DCE_CALL(loss, count_targets, t, rows, sums.mutable_data_ptr<int64_t>(), int64_t{kSumWords});
   DCE_CALL(loss, sum_losses, l, t, rows, sums.mutable_data_ptr<int64_t>());
   return sums;
 }

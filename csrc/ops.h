@@ -25,6 +25,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy
 // grad as cross_entropy_grad left it becomes the gradient for grad_out, float32 [].
 void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                   int64_t ignore_index);
+// logits become their own gradient.
+void grad_over_logits(Tensor logits, const Tensor& grad_out, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums, int64_t ignore_index);
 Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                    int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start);
 Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index);

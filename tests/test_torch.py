@@ -417,3 +417,61 @@ def test_every_backward_of_a_kept_graph_has_its_own_upstream(dce):
         fresh = x.detach().requires_grad_()
         dce.cross_entropy(fresh, t).backward(torch.tensor(upstream))
         assert torch.equal(grad, fresh.grad)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_inplace_backward(dce, dtype, reduction):
+    """The same bytes, in the memory of the logits: whole, and rows of a padded vocabulary whose padding is left alone."""
+    generator = torch.Generator().manual_seed(11)
+    padded = torch.randn(37, 1031, generator=generator).to(DTYPES[dtype])
+    t = torch.randint(1000, (37,), generator=generator)
+    t[::5] = -100
+    upstream = torch.randn(() if reduction != "none" else 37, generator=generator)
+    for cut in (lambda z: z[:, :1000], lambda z: z[:, 7:1007], lambda z: z[:, :1000].contiguous()):
+        leaf = padded.clone().requires_grad_()
+        dce.cross_entropy(cut(leaf), t, reduction).backward(upstream)
+        wanted = cut(leaf.grad)
+        storage = (padded * 1).requires_grad_() * 1
+        logits = cut(storage)
+        seen = []
+        logits.register_hook(lambda grad: seen.append((grad.data_ptr(), grad.clone())))
+        loss = dce.cross_entropy(logits, t, reduction, inplace_backward=True)
+        loss.backward(upstream)
+        assert_same(seen[0][1], wanted)
+        assert seen[0][0] == logits.data_ptr()
+        if logits.data_ptr() == storage.data_ptr() and not logits.is_contiguous():
+            assert_same(storage[:, 1007:].detach(), padded[:, 1007:])
+
+
+def test_inplace_backward_is_refused_where_it_would_destroy_something(dce):
+    t = torch.tensor([1, 2, 0])
+    leaf = torch.randn(3, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="inplace_backward: logits is a leaf"):
+        dce.cross_entropy(leaf, t, inplace_backward=True)
+    with pytest.raises(ValueError, match="inplace_backward: expected logits with adjacent columns"):
+        dce.cross_entropy((leaf * 1).t().contiguous().t(), t, inplace_backward=True)
+    with pytest.raises(ValueError, match="inplace_backward: expected logits whose rows do not overlap"):
+        dce.cross_entropy((leaf[:1] * 1).expand(3, 5), t, inplace_backward=True)
+    with pytest.raises(TypeError, match="inplace_backward: expected True or False, got 1"):
+        dce.cross_entropy(leaf, t, inplace_backward=1)
+    # without a gradient to write there is nothing to refuse, nor to overwrite
+    with torch.no_grad():
+        before = leaf.clone()
+        dce.cross_entropy(leaf, t, inplace_backward=True)
+        assert torch.equal(before, leaf)
+
+    modified = "modified by an inplace operation"
+    logits = leaf * 1
+    loss = dce.cross_entropy(logits, t, inplace_backward=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=modified):
+        loss.backward()
+    logits = leaf * 1
+    other = logits.square().sum()  # keeps the logits for its backward
+    dce.cross_entropy(logits, t, inplace_backward=True).backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=modified):
+        other.backward()
+    logits = leaf * 1
+    with pytest.raises(NotImplementedError, match="inplace_backward"):
+        dce.cross_entropy(logits, t, inplace_backward=True).backward(create_graph=True)

@@ -11,6 +11,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("cross_entropy(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status)");
   ops.def("cross_entropy_grad(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status, Tensor grad)");
   ops.def("rescale_grad(Tensor(a!) grad, Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index) -> ()");
+  ops.def("grad_over_logits(Tensor(a!) logits, Tensor grad_out, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index) -> ()");
   ops.def("grad_logits(Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index, int v_lo, int v_hi, int v_start) -> Tensor");
   ops.def("loss_digits(Tensor loss, Tensor targets, int ignore_index) -> Tensor");
   ops.def("reduce_digits(Tensor sums, bool mean) -> Tensor");
@@ -24,6 +25,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.impl("cross_entropy", TORCH_BOX(&dce::cross_entropy));           \
   ops.impl("cross_entropy_grad", TORCH_BOX(&dce::cross_entropy_grad)); \
   ops.impl("rescale_grad", TORCH_BOX(&dce::rescale_grad));             \
+  ops.impl("grad_over_logits", TORCH_BOX(&dce::grad_over_logits));     \
   ops.impl("grad_logits", TORCH_BOX(&dce::grad_logits));               \
   ops.impl("loss_digits", TORCH_BOX(&dce::loss_digits));               \
   ops.impl("reduce_digits", TORCH_BOX(&dce::reduce_digits));           \

@@ -205,21 +205,22 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
 
 }  // namespace
 
-void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, Context context) {
+void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, Context context) {
   if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, nullptr, nullptr);
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max_out);
-  digits_of_rows(logits, targets, row_max_out, whole, digits);
-  finalize(digits, logits, targets, row_max_out, out, context);
+  digits_of_rows(logits, targets, row_max_out, whole, scratch.digits);
+  finalize(scratch.digits, logits, targets, row_max_out, out, context);
 }
 
-void forward_backward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max_out, const RowOutputs& out, const int64_t* sums, void* grad, Context context) {
+void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, bool mean, void* grad, Context context) {
+  const int64_t* const sums = mean ? scratch.zeros : nullptr;
   if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, sums, grad);
-  forward(logits, targets, digits, row_max_out, out, context);
-  backward(logits, targets, row_max_out, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, context);
+  forward(logits, targets, scratch, row_max_out, out, context);
+  backward(logits, targets, row_max_out, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, logits.columns, context);
 }
 
-void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, Context) {
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride, Context) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   with_dtype(logits.dtype, [&](auto type) {
@@ -230,17 +231,19 @@ void backward(const Logits& logits, const Targets& targets, const float* row_max
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
       const RowScale f = row_scale(upstream_of(upstream, row), {state[2 * row], state[2 * row + 1]});
       gradient_of(x, left < cut.length ? left : cut.length, shard.start + shard.lo + begin, target_at(targets, row), targets.ignore_index, row_max[row], f,
-                  static_cast<T*>(grad) + row * n + begin);
+                  static_cast<T*>(grad) + row * grad_stride + begin);
     });
   });
 }
 
 void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, void* grad, Context context) {
-  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, state, upstream, {0, logits.columns, 0}, grad, context);
+  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, state, upstream, {0, logits.columns, 0}, grad, logits.columns, context);
 }
 
-void count_targets(const Targets& targets, int64_t rows, int64_t* sums, Context) {
-  std::memset(sums, 0, kSumWords * sizeof(int64_t));
+void zero_words(int64_t* words, Context) { *words = kSumWords + 1; }
+
+void count_targets(const Targets& targets, int64_t rows, int64_t* sums, int64_t words, Context) {
+  std::memset(sums, 0, words * sizeof(int64_t));
   for (int64_t row = 0; row < rows; ++row) sums[kCountWord] += !is_ignored(targets, row);
 }
 
@@ -252,6 +255,11 @@ void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t
 void round_sums(const int64_t* sums, bool mean, float* out, Context) {
   const DefaultRounding rounding;
   *out = round_sum(sums, mean);
+}
+
+void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, bool mean, float* out, Context context) {
+  sum_losses(loss, targets, rows, sums, context);
+  round_sums(sums, mean, out, context);
 }
 
 void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context) {

@@ -65,6 +65,32 @@ __device__ __forceinline__ void add_near_and_far_terms(Windows& w, const float (
   }
 }
 
+// The same for terms given as float32 values, P 2^(n - 23) or 0. A value's exponent is n, or n - 1 where P < 2^23: it is the exponent that must lie in the window.
+// origin: the biased exponent of s = 0.
+__device__ __forceinline__ uint32_t significand(uint32_t b) {
+  uint32_t m;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(m) : "r"(b), "r"(0x7FFFFF), "r"(0x800000));
+  return m;
+}
+template <int kCount>
+__device__ __forceinline__ void add_near_values(Windows& w, const float (&value)[kCount], uint32_t origin) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const uint32_t b = bits(value[j]);
+    w.near += static_cast<uint64_t>(significand(b)) * one_shifted((b >> 23) - origin);  // of 0: s is below every window
+  }
+}
+template <int kCount>
+__device__ __forceinline__ void add_near_and_far_values(Windows& w, const float (&value)[kCount], uint32_t origin) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const uint32_t b = bits(value[j]), s = (b >> 23) - origin;
+    const uint64_t p = significand(b);
+    w.near += p * one_shifted(s);
+    w.far += p * one_shifted(s + 32);
+  }
+}
+
 // The terms of columns [begin, begin + count) that lie below both windows, straight into digits in shared memory. Read again, for it is rare.
 template <class T>
 __device__ __forceinline__ void add_below_windows(const RowVectors<T>& row, int64_t begin, int count, float max, const RowFrame& frame, int64_t* digits) {
@@ -101,33 +127,27 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
   uint64_t near_low = 0, near_high = 0, far_low = 0, far_high = 0;  // sums of the windows' halves
   uint64_t faults = 0;
   int terms = 0;
-  const int64_t count = degenerate && !(kCheck && max < 0) ? 0 : row.count();
-  for (int64_t i = threadIdx.x; i < count; i += kUnroll * kThreads) {
-    Vector<T> v[kUnroll];
+  const auto add = [&](const Vector<T>& v, int i) {
+    float x[kLanes];
+    float top = -INFINITY;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      float x[kLanes];
-      float top = -INFINITY;
+    for (int j = 0; j < kLanes; ++j) {
+      x[j] = widen(v.lane[j]);
+      if (kCheck) top = max_or_nan(top, x[j]);
+      x[j] = add32(x[j], -frame.shift);
+    }
+    if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
 #pragma unroll
       for (int j = 0; j < kLanes; ++j) {
-        x[j] = widen(v[u].lane[j]);
-        if (kCheck) top = max_or_nan(top, x[j]);
-        x[j] = add32(x[j], -frame.shift);
+        const bool faulty = !(widen(v.lane[j]) <= max);
+        faults += faulty;
+        if (faulty) x[j] = -INFINITY;
       }
-      if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
-#pragma unroll
-        for (int j = 0; j < kLanes; ++j) {
-          const bool faulty = !(widen(v[u].lane[j]) <= max);
-          faults += faulty;
-          if (faulty) x[j] = -INFINITY;
-        }
-      }
-      if (!degenerate && add_terms(w, x, near_magic) != kNoneBelow) add_below_windows(row, row.column(i + u * kThreads), kLanes, max, frame, scratch.below);
     }
-    terms += kUnroll * kLanes;
-    if (terms > kWindowTerms - kUnroll * kLanes) {
+    if (degenerate) return;
+    if (add_terms(w, x, near_magic) != kNoneBelow) add_below_windows(row, row.column(i), kLanes, max, frame, scratch.below);
+    terms += kLanes;
+    if (terms > kWindowTerms - kLanes) {
       near_low += static_cast<uint32_t>(w.near);
       near_high += w.near >> 32;
       far_low += static_cast<uint32_t>(w.far);
@@ -135,7 +155,8 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
       w = Windows();
       terms = 0;
     }
-  }
+  };
+  if (!degenerate || (kCheck && max < 0)) row.template for_each<kThreads, kUnroll>(add, add);
   uint64_t total[5] = {near_low + static_cast<uint32_t>(w.near), near_high + (w.near >> 32), far_low + static_cast<uint32_t>(w.far), far_high + (w.far >> 32), faults};
   block_sum(total, scratch.partial);  // its barriers also complete `below`
   if (threadIdx.x != 0) return;

@@ -9,7 +9,7 @@ namespace {
 // Rows blockIdx.x, + gridDim.x, ...; with `unless_one`, nothing if the upstream value is 1.
 template <class T>
 __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resident)
-    backward_kernel(Logits logits, Targets targets, const float* row_max, const double* state, Upstream up, bool unless_one, Shard shard, Pieces pieces, T* grad) {
+    backward_kernel(Logits logits, Targets targets, const float* row_max, const double* state, Upstream up, bool unless_one, Shard shard, Pieces pieces, int64_t grad_stride, T* grad) {
   __shared__ RowScale shared_scale;
   if (unless_one && *up.grad == 1.0f) return;
   const int64_t columns = shard.hi - shard.lo;
@@ -21,10 +21,10 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
     }
     __syncthreads();
     const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
-    T* const to = grad + piece.row * columns + piece.begin;
+    T* const to = grad + piece.row * grad_stride + piece.begin;
     const RowScale f = shared_scale;
     if (ignored || !is_finite(f.scale)) {
-      fill_stretch<T, kBackwardPolicy.threads>(row, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
+      fill_stretch<T, kBackwardPolicy.threads>(piece.length, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
     } else {
       gradient_stretch<T, kBackwardPolicy.threads, kBackwardPolicy.unroll>(row, row_max[piece.row], f, target - shard.start - shard.lo - piece.begin, to);
     }
@@ -43,9 +43,9 @@ void launch(const Logits& logits, dim3 blocks, void* grad, Context context, cons
 
 }  // namespace
 
-void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, Context context) {
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride, Context context) {
   const Pieces pieces = cut_rows(kBackwardPolicy, logits.rows, shard.hi - shard.lo, element_bytes(logits.dtype));
-  launch(logits, grid(logits.rows, pieces), grad, context, targets, row_max, state, upstream, false, shard, pieces);
+  launch(logits, grid(logits.rows, pieces), grad, context, targets, row_max, state, upstream, false, shard, pieces, grad_stride);
 }
 
 void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, void* grad, Context context) {
@@ -55,7 +55,7 @@ void backward_unless_one(const Logits& logits, const Targets& targets, const flo
   dim3 blocks = grid(logits.rows, pieces);
   const unsigned most = static_cast<unsigned>(8 * processors()) / blocks.y + 1;
   if (blocks.x > most) blocks.x = most;
-  launch(logits, blocks, grad, context, targets, row_max, state, upstream, true, whole, pieces);
+  launch(logits, blocks, grad, context, targets, row_max, state, upstream, true, whole, pieces, logits.columns);
 }
 
 }  // namespace cuda

@@ -55,25 +55,53 @@ __device__ __forceinline__ void widen(const Vector<T>& v, float (&x)[kVector<T>]
 // the first and the last may be partial.
 template <class T>
 struct RowVectors {
+  static constexpr int kLanes = kVector<T>;
   const T* data;
   int64_t length;
-  int lead;  // columns of vector 0 that lie before the row, 0 .. kVector - 1
+  int lead;  // columns of vector 0 that lie before the row, 0 .. kLanes - 1
   __device__ __forceinline__ RowVectors(const T* row, int64_t n)
-      : data(row), length(n), lead(static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kVector<T>)) {}
-  __device__ __forceinline__ int64_t count() const { return length > 0 ? (length + lead + kVector<T> - 1) / kVector<T> : 0; }
-  __device__ __forceinline__ int64_t column(int64_t i) const { return i * kVector<T> - lead; }  // of lane 0 of vector i
-  __device__ __forceinline__ bool whole(int64_t i) const { return column(i) >= 0 && column(i) + kVector<T> <= length; }
-  // Vector i; -inf where it lies outside the row, or as a whole if i >= count().
-  __device__ __forceinline__ Vector<T> load(int64_t i) const {
+      : data(row), length(n), lead(static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kLanes)) {}
+  // Vectors [whole_begin(), whole_end()) are whole.
+  __device__ __forceinline__ int whole_begin() const { return lead != 0 ? 1 : 0; }
+  __device__ __forceinline__ int whole_end() const { return static_cast<int>((length + lead) / kLanes); }
+  __device__ __forceinline__ int64_t column(int i) const { return static_cast<int64_t>(i) * kLanes - lead; }  // of lane 0 of vector i
+  __device__ __forceinline__ Vector<T> load(int i) const {
+    Vector<T> v;
+    v.raw = __ldcs(reinterpret_cast<const uint4*>(data + column(i)));
+    return v;
+  }
+  // A partial vector, -inf where it lies outside the row.
+  __device__ __forceinline__ Vector<T> load_partial(int i) const {
     Vector<T> v;
     const int64_t c = column(i);
-    if (c >= 0 && c + kVector<T> <= length) {
-      v.raw = __ldcs(reinterpret_cast<const uint4*>(data + c));
-    } else {
 #pragma unroll
-      for (int j = 0; j < kVector<T>; ++j) v.lane[j] = c + j >= 0 && c + j < length ? data[c + j] : narrow<T>(-INFINITY);
-    }
+    for (int j = 0; j < kLanes; ++j) v.lane[j] = c + j >= 0 && c + j < length ? data[c + j] : narrow<T>(-INFINITY);
     return v;
+  }
+
+  // Calls whole(v, i) for this thread's whole vectors, kUnroll loads ahead, and partial(v, i) for a partial one, if it has one.
+  template <int kThreads, int kUnroll, class Whole, class Partial>
+  __device__ __forceinline__ void for_each(const Whole& whole, const Partial& partial) const {
+    if (length <= 0) return;
+    const int end = whole_end();
+    int i = whole_begin() + static_cast<int>(threadIdx.x);
+    for (; i + (kUnroll - 1) * kThreads < end; i += kUnroll * kThreads) {
+      Vector<T> v[kUnroll];
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) v[u] = load(i + u * kThreads);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) whole(v[u], i + u * kThreads);
+    }
+    for (; i < end; i += kThreads) {
+      Vector<T> v = load(i);
+      whole(v, i);
+    }
+    const bool partial_end = (length + lead) % kLanes != 0;
+    const int at = threadIdx.x == 0 && lead != 0 ? 0 : threadIdx.x == 1 && partial_end && (end > 0 || lead == 0) ? end : -1;
+    if (at >= 0) {
+      Vector<T> v = load_partial(at);
+      partial(v, at);
+    }
   }
 };
 

@@ -1,4 +1,5 @@
-// How the blocks of a cluster agree on a row's sum: each mails its slice's digits to all, and each adds all mail. Integers, so in any order.
+// How the blocks of a group agree on a row's sum: each mails its slice's digits to all, and each adds all mail. Integers, so in any order. Mail goes by the shared
+// memory of a cluster, or, for a group that is none, by global memory.
 #pragma once
 
 #include "device.cuh"
@@ -7,7 +8,7 @@
 namespace dce {
 namespace cuda {
 
-constexpr int kMaxCluster = 16;
+constexpr int kMaxCluster = 16;  // blocks a group at most
 constexpr int32_t kNowhere = INT32_MIN / 2;  // below every exponent
 
 // The sum of a warp's share, relative to the share's own maximum.
@@ -16,9 +17,9 @@ struct WarpSum {
   int32_t image;             // order image of the maximum
   int32_t below;             // highest exponent below both windows, or kNowhere
 };
-// What a block tells the others of its slice, relative to the slice's own maximum and base: a row of 64 bytes.
+// What a block tells the others of its slice, relative to the slice's own maximum and base: 64 bytes in four pieces of 16.
 constexpr int kMailWords = 7;  // digits in radix 2^32 here are seven words, the last below 2^22
-struct alignas(16) Mail {
+struct alignas(64) Mail {
   // digits in halves of 16 bits, summed over the warps: low half in the low 32 bits, high half in the high ones; each below 2^21
   uint64_t halves[kMailWords];
   int32_t image;    // order image of the slice's maximum
@@ -28,9 +29,8 @@ struct alignas(16) Mail {
 constexpr uint16_t kNoTerm = 0xFFFF;
 static_assert(sizeof(Mail) == 64, "eight words");
 
-// A warp adds the sums of a block's `workers` warps, lane i speaking for warp i, and mails them to each block of the cluster, its own included. box: of one
-// row, the mail of each block.
-__device__ __forceinline__ void send_mail(const WarpSum* sums, int workers, Mail* box, Barrier& mailed, int cluster, uint32_t rank) {
+// A warp adds the sums of a block's `workers` warps, lane i speaking for warp i. The words of the mail, in every lane.
+__device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uint64_t (&out)[kMailWords + 1]) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   WarpSum mine = {};
@@ -77,16 +77,57 @@ __device__ __forceinline__ void send_mail(const WarpSum* sums, int workers, Mail
   }
   lowest = __reduce_min_sync(all, lowest);
   below = __reduce_max_sync(all, below);
-  uint64_t out[kMailWords + 1];
 #pragma unroll
   for (int i = 0; i < kMailWords; ++i)
     out[i] = __reduce_add_sync(all, word[i] & 0xFFFF) | static_cast<uint64_t>(__reduce_add_sync(all, word[i] >> 16)) << 32;
   out[kMailWords] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
-  if (lane < cluster) {
-    uint64_t* const to = reinterpret_cast<uint64_t*>(&box[rank]);
+}
+
+// ---- by the shared memory of a cluster. box: the mail of each block for one row, in this block; `mailed` counts its bytes.
+
+__device__ __forceinline__ void send_near(const uint64_t (&out)[kMailWords + 1], Mail* box, Barrier& mailed, int group, uint32_t rank) {
+  const int lane = threadIdx.x % kWarp;
+  if (lane == 0) mailed.arrive_and_expect(group * static_cast<uint32_t>(sizeof(Mail)));
+  if (lane >= group) return;
+  uint64_t* const to = reinterpret_cast<uint64_t*>(&box[rank]);
 #pragma unroll
-    for (int i = 0; i <= kMailWords; i += 2) send(lane, to + i, out[i], out[i + 1], mailed);
+  for (int i = 0; i <= kMailWords; i += 2) send(lane, to + i, out[i], out[i + 1], mailed);
+}
+
+// ---- by global memory, which is 0 at first. Each piece of 16 bytes is written at once and marked with the turn it belongs to, so that a reader needs neither a flag
+// nor a fence. The mark lies above the high half of an even word.
+
+constexpr int kMarkShift = 53;
+__device__ __forceinline__ uint64_t mark_of(uint32_t turn) { return turn % 2047 + 1; }  // in [1, 2^11): a mailbox last held the mail of the turn before the last
+
+__device__ __forceinline__ void send_far(const uint64_t (&out)[kMailWords + 1], Mail* box, uint32_t rank, uint32_t turn) {
+  const int lane = threadIdx.x % kWarp;
+  uint64_t* const to = reinterpret_cast<uint64_t*>(&box[rank]);
+#pragma unroll
+  for (int i = 0; i <= kMailWords; i += 2)
+    if (lane == i / 2) store_whole(to + i, out[i] | mark_of(turn) << kMarkShift, out[i + 1]);
+}
+// Waits for the mail of block `rank`.
+__device__ __forceinline__ Mail receive_far(const Mail* box, int rank, uint32_t turn) {
+  const uint64_t* const from = reinterpret_cast<const uint64_t*>(&box[rank]);
+  uint64_t word[kMailWords + 1];
+  for (bool arrived = false; !arrived;) {
+    arrived = true;
+#pragma unroll
+    for (int i = 0; i <= kMailWords; i += 2) {
+      load_whole(from + i, word[i], word[i + 1]);
+      arrived = arrived && word[i] >> kMarkShift == mark_of(turn);
+      word[i] &= (uint64_t{1} << kMarkShift) - 1;
+    }
   }
+  __syncwarp();
+  Mail mail;
+#pragma unroll
+  for (int i = 0; i < kMailWords; ++i) mail.halves[i] = word[i];
+  mail.image = static_cast<int32_t>(word[kMailWords]);
+  mail.lowest = static_cast<uint16_t>(word[kMailWords] >> 32);
+  mail.below = static_cast<uint16_t>(word[kMailWords] >> 48);
+  return mail;
 }
 
 // A row's sum after the exchange: the same in every lane of every block.
@@ -97,11 +138,10 @@ struct RowTotal {
   bool degenerate;
   bool exact;  // false: the row needs the fallback
 };
-__device__ __forceinline__ RowTotal read_mail(const Mail* box, int cluster) {
-  const int lane = threadIdx.x % kWarp;
+// mail: in lane i that of block i; lanes from `group` on repeat another.
+__device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group) {
   const uint32_t all = 0xFFFFFFFFu;
-  const bool has = lane < cluster;  // lane i reads the mail of block i
-  const Mail& mail = box[has ? lane : 0];
+  const bool has = static_cast<int>(threadIdx.x % kWarp) < group;
   RowTotal out = {};
   out.max = from_order_image(__reduce_max_sync(all, mail.image));
   out.exact = true;
@@ -127,7 +167,14 @@ __device__ __forceinline__ RowTotal read_mail(const Mail* box, int cluster) {
     const bool whole = term_exponent(term(own)) < out.base;
     exact = exact && (drop == 0 || none || whole);
 #pragma unroll
-    for (int i = 0; i < kMailWords; ++i) halves[i] = has && !whole && i + drop < kMailWords ? mail.halves[i + drop] : 0;
+    for (int i = 0; i < kMailWords; ++i) halves[i] = has && !whole && drop < kMailWords ? mail.halves[i] : 0;
+#pragma unroll
+    for (int step = 4; step > 0; step /= 2) {
+      if (drop & step) {
+#pragma unroll
+        for (int i = 0; i < kMailWords; ++i) halves[i] = i + step < kMailWords ? halves[i + step] : 0;
+      }
+    }
   }
   out.exact = __all_sync(all, exact);
   uint64_t carry = 0;

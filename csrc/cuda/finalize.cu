@@ -6,7 +6,7 @@ namespace cuda {
 namespace {
 
 template <class T>
-__global__ void finalize_kernel(const int64_t* digits, bool complete, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
+__global__ void finalize_kernel(const int64_t* digits, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= logits.rows) return;
   const int64_t target = target_at(targets, row);
@@ -15,47 +15,32 @@ __global__ void finalize_kernel(const int64_t* digits, bool complete, Logits log
   const float max = canonical_max(row_max[row]);
   int64_t words[kWords];
   for (int i = 0; i < kWords; ++i) words[i] = digits[row * kWords + i];
-  if (complete) {  // one kernel summed the whole row: there are no shards to check
-    words[kColumnsWord] = logits.columns;
-    words[kTagWord] = shard_tag(max, 0, logits.columns);
-  }
   write_row(out, row, finalize_row(words, max, target, x, logits.columns, targets.ignore_index));
 }
 
 }  // namespace
 
-namespace {
-void launch(const int64_t* digits, bool complete, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
+void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
   constexpr int kThreads = 64;
   with_dtype(logits.dtype, [&](auto type) {
     finalize_kernel<decltype(type)>
-        <<<static_cast<unsigned>((logits.rows + kThreads - 1) / kThreads), kThreads, 0, stream_of(context)>>>(digits, complete, logits, targets, row_max, out);
+        <<<static_cast<unsigned>((logits.rows + kThreads - 1) / kThreads), kThreads, 0, stream_of(context)>>>(digits, logits, targets, row_max, out);
   });
   check(cudaGetLastError(), "finalize");
 }
-}  // namespace
 
-void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
-  launch(digits, false, logits, targets, row_max, out, context);
+void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, Context context) {
+  if (fused(logits, targets, scratch, false, row_max, out, nullptr, context)) return;
+  const Shard whole = {0, logits.columns, 0};
+  row_max_of(logits, targets, whole, row_max, context);
+  accumulate(logits, targets, row_max, whole, scratch.digits, false, context);
+  finalize(scratch.digits, logits, targets, row_max, out, context);
 }
 
-void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, Context context) {
-  const bool done = fused(logits, targets, nullptr, row_max, digits, out.status, nullptr, context);
-  if (!done) {
-    const Shard whole = {0, logits.columns, 0};
-    row_max_of(logits, targets, whole, row_max, context);
-    accumulate(logits, targets, row_max, whole, digits, false, context);
-  }
-  launch(digits, done, logits, targets, row_max, out, context);
-}
-
-void forward_backward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, const int64_t* sums, void* grad, Context context) {
-  if (fused(logits, targets, sums, row_max, digits, out.status, grad, context)) {
-    launch(digits, true, logits, targets, row_max, out, context);
-  } else {
-    forward(logits, targets, digits, row_max, out, context);
-    backward(logits, targets, row_max, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, context);
-  }
+void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, bool mean, void* grad, Context context) {
+  if (fused(logits, targets, scratch, mean, row_max, out, grad, context)) return;
+  forward(logits, targets, scratch, row_max, out, context);
+  backward(logits, targets, row_max, out.state, {nullptr, 0, mean ? scratch.zeros : nullptr}, {0, logits.columns, 0}, grad, logits.columns, context);
 }
 
 }  // namespace cuda

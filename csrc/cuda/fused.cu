@@ -1,23 +1,25 @@
-// Sum and gradient in one pass: each row is read once, kept in the shared memory of a cluster of blocks, and its gradient for an upstream
+// Sum and gradient in one pass: each row is read once, kept in the shared memory of a group of blocks, and its gradient for an upstream
 // gradient of 1 written from there. Compute capability 9.0 and later.
 //
 // A block holds a slice of the columns of several rows at a time, in a ring of slots. Its warps:
 //   loader    fills free slots by bulk copies, rows ahead of the rest;
 //   workers   sum their share of row i, each warp relative to the maximum of its own share, then write their share of the gradient of row i - 1;
-//   combiners add the workers' sums, exchange them with the cluster's other blocks (integers: any order), and from the total make the row's scale; several, for it
+//   combiners add the workers' sums, exchange them with the group's other blocks (integers: any order), and from the total make the row's scale; several, for it
 //             is a long chain of few instructions.
 // No warp waits for a block-wide barrier: the exchange of row i runs while the workers are busy with the gradient of row i - 1 and the sum of row i + 1.
 //
-// A row that this scheme cannot sum exactly (shifted, or spread so wide that a term may or may not be dropped depending on the maximum) is marked and done by fallback_kernel.
+// A row that this scheme cannot sum exactly (shifted, or spread so wide that a term may or may not be dropped depending on the maximum) is marked and done by settle_kernel.
 #include "fused.h"
 
 #include <map>
 #include <mutex>
+#include <type_traits>
 
 #include "accumulate.cuh"
 #include "exchange.cuh"
 #include "gradient.cuh"
 #include "pipeline.cuh"
+#include "table.cuh"
 
 namespace dce {
 namespace cuda {
@@ -30,6 +32,8 @@ constexpr int kFusedThreads = (kLoader + 1) * kWarp;
 // A mailbox is used again when a block's combiner is two rows further. By then it has had the mail of its next row from each other block, which that block's
 // combiner sends after it has read this one: no mail is overwritten unread.
 constexpr int kMailboxes = 2 * kCombiners;
+constexpr int kMailAt = 16;  // word of the zeros, after the sums and their counter: a multiple of 16 bytes
+static_assert(kMailAt > kSumWords, "word kSumWords is reduce_losses'");
 constexpr int kMaxSlots = 6;
 constexpr uint32_t kBulkBytes = 16384;
 
@@ -41,7 +45,7 @@ struct RowMessage {
   RowMode mode;
 };
 
-// What a block keeps beside its ring: the mailboxes' barriers, a SlotControl a slot, and, a mailbox and block, the mail.
+// What a block keeps beside a slot of its ring.
 struct SlotControl {
   Barrier full;    // the slice has arrived
   Barrier summed;  // every worker has left its sum
@@ -52,7 +56,7 @@ struct SlotControl {
   WarpSum sum[kWorkers];
 };
 struct Control {
-  Barrier mailed[kMailboxes];  // every block has left its mail
+  Barrier mailed[kMailboxes];  // every block of the cluster has left its mail
   SlotControl slot[1];         // as many as there are slots
 };
 
@@ -62,17 +66,22 @@ struct Rows {
   const int64_t* sums;  // for a mean: its count; else null
   float* row_max;
   int64_t* words;
-  int32_t* status;  // kOk, or kRedo for the fallback
+  int32_t* status;  // kOk, or kRedo for settle_kernel
   void* grad;
-  int32_t cluster, slots;
+  Mail* mail;  // of each group, mailbox and block, zeros; null if the group is a cluster
+  int32_t group, slots;
   int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
+  uint32_t minus_first;  // TermTable's
 };
 constexpr int32_t kRedo = 1 << 30;
 
-// Bytes of shared memory before the mail, and before the ring.
+// Shared memory: the table, first so that its address is a constant; Control; the mail within a cluster; the ring.
+template <class T>
+__host__ __device__ constexpr int64_t control_begin() { return (TermTable<T>::kBytes + 15) / 16 * 16; }
 __host__ __device__ constexpr int64_t control_bytes(int slots) { return (sizeof(Control) + (slots - 1) * sizeof(SlotControl) + 15) / 16 * 16; }
+template <class T>
 __host__ __device__ constexpr int64_t overhead_bytes(int cluster, int slots) {
-  return (control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
+  return (control_begin<T>() + control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
 }
 
 // A slot, and whether it is used for an even or an odd time: the phase of its barriers.
@@ -88,45 +97,102 @@ struct Slot {
   }
 };
 
-// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ... Returns the share's least logit, -inf if it has a NaN.
+// Of each vector, so many logits are looked up and the rest computed: lookups are bound by the banks of shared memory, arithmetic by the FMA pipe, and both are there.
+constexpr int kTabledLanes = 6;
+template <int kValue>
+using Constant = std::integral_constant<int, kValue>;
+
+// What a warp keeps of its share of a slice, from its sum to its gradient.
+struct Share {
+  float low;     // the least logit, -inf if there is a NaN
+  float finite;  // the least of those above -inf, if `tabled`
+  bool tabled;   // every logit is in the table, and every term in two windows
+};
+
+// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ...
 template <class T>
-__device__ __forceinline__ float sum_share(const uint4* slice, int vectors, int first, WarpSum& out) {
+__device__ __forceinline__ Share sum_share(const uint4* slice, int vectors, int first, const TermTable<T>& table, WarpSum& out) {
   constexpr int kLanes = kVector<T>;
+  constexpr int kStride = kWorkers * kWarp;
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   Vector<T> v;
   Extremes<T> extremes;
 #pragma unroll 4
-  for (int i = first; i < vectors; i += kWorkers * kWarp) {
+  for (int i = first; i < vectors; i += kStride) {
     v.raw = slice[i];
     extremes.add(v);
   }
   const int32_t image = __reduce_max_sync(all, order_image(extremes.greatest()));
-  const float top = from_order_image(image), low = is_nan(top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least())));
+  const float top = from_order_image(image);
+  Share share = {is_nan(top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least()))), 0.0f, false};
 
   Windows w;
   int32_t below = kNoneBelow;
   const bool has_terms = top >= kLowestTerm && top < 0x1p+20f;
   const int32_t n_top = has_terms ? term_exponent(term(top)) : 0;
   const float near_magic = magic(n_top - 31);
+  if constexpr (TermTable<T>::kExists) {
+    if (has_terms && top < TermTable<T>::kLimit) {
+      share.finite = share.low;
+      if (share.low == -INFINITY) {
+        LeastFinite least;
+        for (int i = first; i < vectors; i += kStride) least.add(slice[i]);
+        share.finite = from_order_image(__reduce_min_sync(all, order_image(least.least())));
+      }
+      // a value's exponent may be one less than n
+      share.tabled = share.finite > -TermTable<T>::kLimit && term(share.finite, near_magic).z >= kMagic - 31;
+    }
+  }
   float x[kLanes];
-  if (has_terms && term(low, near_magic).z >= kMagic) {  // every term in one window
+  if (TermTable<T>::kExists && share.tabled) {
+    if constexpr (TermTable<T>::kExists) {
+      const uint32_t origin = static_cast<uint32_t>(n_top - 31 + 127);
+      const auto sum = [&](auto tabled) {
+        constexpr int kTabled = decltype(tabled)::value;
+#pragma unroll 4
+        for (int i = first; i < vectors; i += kStride) {
+          v.raw = slice[i];
+          float value[kTabled];
+          table.look_up(v.raw, value);
+          add_near_values(w, value, origin);
+          if constexpr (kTabled < kLanes) {
+            float rest[kLanes - kTabled];
+#pragma unroll
+            for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = widen(v.lane[j]);
+            add_near_terms(w, rest, near_magic);
+          }
+        }
+      };
+      if (term(share.finite, near_magic).z < kMagic + 1) {  // in two windows
+#pragma unroll 4
+        for (int i = first; i < vectors; i += kStride) {
+          table.look_up(slice[i], x);
+          add_near_and_far_values(w, x, origin);
+        }
+      } else if (share.finite == share.low) {
+        sum(Constant<kTabledLanes>());
+      } else {
+        sum(Constant<kLanes>());
+      }
+    }
+  } else if (has_terms && term(share.low, near_magic).z >= kMagic) {  // every term in one window
 #pragma unroll 2
-    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+    for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
       widen(v, x);
       add_near_terms(w, x, near_magic);
     }
-  } else if (has_terms && term(low, near_magic).z >= kMagic - 32) {  // in two
+  } else if (has_terms && term(share.low, near_magic).z >= kMagic - 32) {  // in two
     const float far_magic = magic(n_top - 63);
 #pragma unroll 2
-    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+    for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
       widen(v, x);
       add_near_and_far_terms(w, x, far_magic);
     }
   } else if (has_terms) {
-    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+    for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
       widen(v, x);
       below = max(below, add_terms(w, x, near_magic));
@@ -152,18 +218,50 @@ __device__ __forceinline__ float sum_share(const uint4* slice, int vectors, int 
     out.image = image;
     out.below = below == kNoneBelow ? kNowhere : below + n_top - 31;
   }
-  return low;
+  return share;
 }
 
-// The same share of the gradient, for the least logit that sum_share returned. own: the target's column in the slice, or elsewhere.
+// The same share of the gradient. own: the target's column in the slice, or elsewhere.
 template <class T>
-__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, float low, const RowMessage& message, T* to) {
+__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const RowMessage& message, T* to) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   Vector<T> v;
   float x[kLanes];
   const float row_magic = magic(message.n_max);
-  if (term(low, row_magic).z >= kMagic - kGradDepth) {
+  // 2^-n_max goes from the term into the scale, where that is exact
+  const int32_t scale_exponent = static_cast<int32_t>(bits(message.scale.scale) >> 23 & 0xFF), shifted_exponent = scale_exponent - message.n_max;
+  if (TermTable<T>::kExists && share.tabled && term(share.finite, row_magic).z >= kMagic - kGradDepth && scale_exponent > 0 && shifted_exponent > 0 && shifted_exponent < 255) {
+    if constexpr (TermTable<T>::kExists) {
+      const float scale = from_bits(bits(message.scale.scale) - (static_cast<uint32_t>(message.n_max) << 23));
+      const auto write = [&](auto tabled) {
+        constexpr int kTabled = decltype(tabled)::value;
+#pragma unroll 2
+        for (int i = first; i < vectors; i += kStride) {
+          v.raw = slice[i];
+          float value[kTabled];
+          table.look_up(v.raw, value);
+          if constexpr (kTabled < kLanes) {
+            float rest[kLanes - kTabled];
+            T out[kLanes - kTabled];
+#pragma unroll
+            for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = widen(v.lane[j]);
+            gradients<T, false>(rest, row_magic, message.scale.scale, out);
+#pragma unroll
+            for (int j = kTabled; j < kLanes; ++j) v.lane[j] = out[j - kTabled];
+          }
+#pragma unroll
+          for (int j = 0; j < kTabled; ++j) v.lane[j] = narrow<T>(mul32(value[j], scale));
+          __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+        }
+      };
+      if (share.finite == share.low) {
+        write(Constant<kTabledLanes>());
+      } else {
+        write(Constant<kLanes>());
+      }
+    }
+  } else if (term(share.low, row_magic).z >= kMagic - kGradDepth) {
 #pragma unroll 4
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
@@ -180,7 +278,7 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
     }
   }
   // the target's column, by the thread that wrote over it
-  if (message.own >= 0 && message.own < vectors * kLanes && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
+  if (message.own >= 0 && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
 }
 
 template <class T, bool kGrad>
@@ -188,13 +286,18 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
-  Control& control = *reinterpret_cast<Control*>(shared);
-  Mail* const mail = reinterpret_cast<Mail*>(shared + control_bytes(rows.slots));
-  unsigned char* const ring = shared + overhead_bytes(rows.cluster, rows.slots);
+  Control& control = *reinterpret_cast<Control*>(shared + control_begin<T>());
+  Mail* const near_mail = reinterpret_cast<Mail*>(shared + control_begin<T>() + control_bytes(rows.slots));
+  TermTable<T> table;
+  if constexpr (TermTable<T>::kExists) {
+    TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
+    table.entries = shared;
+    table.minus_first = rows.minus_first;
+  }
+  unsigned char* const ring = shared + overhead_bytes<T>(rows.mail == nullptr ? rows.group : 0, rows.slots);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int cluster = rows.cluster;
-  const uint32_t rank = blockIdx.x;  // in the cluster
-  const int64_t clusters = gridDim.y, first_row = blockIdx.y;
+  const uint32_t rank = blockIdx.x;  // in the group
+  const int64_t groups = gridDim.y, first_row = blockIdx.y;
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
@@ -217,7 +320,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   if (warp == kLoader) {
     if (lane == 0) {
       int64_t count = 0;
-      for (int64_t row = first_row; row < rows.logits.rows; row += clusters, ++count, slot.next(rows.slots)) {
+      for (int64_t row = first_row; row < rows.logits.rows; row += groups, ++count, slot.next(rows.slots)) {
         if (count >= rows.slots) control.slot[slot.index].empty.wait(slot.parity ^ 1);
         const bool ignored = is_ignored(rows.targets, row);
         control.slot[slot.index].ignored = ignored;
@@ -236,8 +339,9 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     const int own = warp - kWorkers;
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
+    Mail* const far_mail = rows.mail + blockIdx.y * static_cast<int64_t>(kMailboxes) * rows.group;
     const double g = upstream_of({nullptr, 0, rows.sums}, 0);
-    for (int64_t row = first_row + own * clusters; row < rows.logits.rows; row += kCombiners * clusters) {
+    for (int64_t row = first_row + own * groups; row < rows.logits.rows; row += kCombiners * groups) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
       const bool has_target = target >= 0 && target < rows.logits.columns;
@@ -248,12 +352,20 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       total.exact = true;
       control.slot[slot.index].summed.wait(slot.parity);
       if (!ignored) {
-        const int box = own + (turn & 1) * kCombiners;
-        if (lane == 0) control.mailed[box].arrive_and_expect(cluster * static_cast<uint32_t>(sizeof(Mail)));
-        send_mail(control.slot[slot.index].sum, kWorkers, mail + box * cluster, control.mailed[box], cluster, rank);
-        control.mailed[box].wait(turn >> 1 & 1);
+        const int box = own + (turn & 1) * kCombiners, sender = lane < rows.group ? lane : 0;
+        uint64_t out[kMailWords + 1];
+        write_mail(control.slot[slot.index].sum, kWorkers, out);
+        Mail mail;
+        if (rows.mail == nullptr) {
+          send_near(out, near_mail + box * rows.group, control.mailed[box], rows.group, rank);
+          control.mailed[box].wait(turn >> 1 & 1);
+          mail = near_mail[box * rows.group + sender];
+        } else {
+          send_far(out, far_mail + box * rows.group, rank, turn);
+          mail = receive_far(far_mail + box * rows.group, sender, turn);
+        }
+        total = add_mail(mail, rows.group);
         ++turn;
-        total = read_mail(mail + box * cluster, cluster);
         if (kGrad) {
           if (!total.exact) {
             message.mode = kSkip;
@@ -285,14 +397,14 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     Slot grad_slot;
     int64_t grad_row = first_row;
     int turn = warp, grad_turn = warp;  // shares go round, for some are a vector longer
-    float grad_low = 0.0f;
+    Share grad_share = {};
     // one iteration more than rows: the last has only a gradient to write
-    for (int64_t row = first_row; row < rows.logits.rows || (kGrad && grad_row < rows.logits.rows); row += clusters) {
-      float low = -INFINITY;
+    for (int64_t row = first_row; row < rows.logits.rows || (kGrad && grad_row < rows.logits.rows); row += groups) {
+      Share share = {-INFINITY, 0.0f, false};
       if (row < rows.logits.rows) {
         control.slot[slot.index].full.wait(slot.parity);
         if (!control.slot[slot.index].ignored)
-          low = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, control.slot[slot.index].sum[warp]);
+          share = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, table, control.slot[slot.index].sum[warp]);
         __syncwarp();
         if (lane == 0) {
           control.slot[slot.index].summed.arrive();
@@ -307,7 +419,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
         const int first = grad_turn * kWarp + lane;
         if (message.mode == kScaled) {
-          write_share<T>(slice, vectors, first, grad_low, message, to);
+          write_share<T>(slice, vectors, first, grad_share, table, message, to);
         } else if (message.mode != kSkip) {
           Vector<T> v;
 #pragma unroll
@@ -317,73 +429,94 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         __syncwarp();
         if (lane == 0) control.slot[grad_slot.index].empty.arrive();
         grad_slot.next(rows.slots);
-        grad_row += clusters;
+        grad_row += groups;
       }
-      grad_low = low;
+      grad_share = share;
       grad_turn = turn;
       turn = turn + 7 < kWorkers ? turn + 7 : turn + 7 - kWorkers;
     }
   }
   __syncwarp();
-  cluster_sync();  // no block leaves while another may still write to it
+  cluster_sync();  // no block leaves while another of its cluster may still write to it
 #endif
 }
 
-// Rows marked kRedo, one a block at a time, with the maximum known.
-template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) fallback_kernel(const Rows rows) {
-  constexpr int kThreads = kAccumulatePolicy.threads;
-  __shared__ SumScratch<kThreads> scratch;
-  __shared__ RowScale shared_scale;
-  for (int64_t row = blockIdx.x; row < rows.logits.rows; row += gridDim.x) {
-    if (rows.status[row] != kRedo) continue;
-    const float max = rows.row_max[row];
-    const RowVectors<T> whole(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride, rows.logits.columns);
-    const int64_t target = target_at(rows.targets, row);
-    int64_t words[kWords];
-    sum_stretch<T, false, kThreads, kAccumulatePolicy.unroll>(whole, max, words, scratch);
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kDigits; ++i) rows.words[row * kWords + i] = words[i];
-      if (kGrad) {
-        const bool has_target = target >= 0 && target < rows.logits.columns;
-        RowSums sums;
-        shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
-        if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-          shared_scale = row_scale(upstream_of({nullptr, 0, rows.sums}, row), row_state(sums));
-      }
-    }
+// A row marked kRedo, by a whole block, with the maximum known.
+template <class T, bool kGrad, int kThreads>
+__device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& scratch, RowScale& shared_scale) {
+  const float max = rows.row_max[row];
+  const RowVectors<T> whole(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride, rows.logits.columns);
+  const int64_t target = target_at(rows.targets, row);
+  int64_t words[kWords];
+  sum_stretch<T, false, kThreads, kAccumulatePolicy.unroll>(whole, max, words, scratch);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kDigits; ++i) rows.words[row * kWords + i] = words[i];
     if (kGrad) {
-      __syncthreads();
-      const RowScale f = shared_scale;
-      T* const to = static_cast<T*>(rows.grad) + row * rows.logits.columns;
-      if (is_finite(f.scale)) {
-        gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, f, target, to);
-      } else {
-        fill_stretch<T, kThreads>(whole, canonical_nan<T>(), to);
-      }
+      const bool has_target = target >= 0 && target < rows.logits.columns;
+      RowSums sums;
+      shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
+      if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
+        shared_scale = row_scale(upstream_of({nullptr, 0, rows.sums}, row), row_state(sums));
     }
-    __syncthreads();  // the scratch memory is the next row's
   }
+  __syncthreads();
+  if (!kGrad) return;
+  T* const to = static_cast<T*>(rows.grad) + row * rows.logits.columns;
+  if (is_finite(shared_scale.scale)) {
+    gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, shared_scale, target, to);
+  } else {
+    fill_stretch<T, kThreads>(whole.length, canonical_nan<T>(), to);
+  }
+  __syncthreads();  // the scratch memory is the next row's
+}
+
+// Redoes the rows that are marked, then takes each row from its digits to its results.
+constexpr int kSettleRows = 16;  // a block
+template <class T, bool kGrad>
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(const Rows rows, const RowOutputs out) {
+  __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
+  __shared__ RowScale shared_scale;
+  const int64_t first = blockIdx.x * static_cast<int64_t>(kSettleRows);
+  for (int64_t row = first; row < first + kSettleRows && row < rows.logits.rows; ++row)
+    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, row, scratch, shared_scale);
+  __syncthreads();
+  const int64_t row = first + threadIdx.x;
+  if (threadIdx.x >= kSettleRows || row >= rows.logits.rows) return;
+  const int64_t target = target_at(rows.targets, row);
+  const bool readable = target >= 0 && target < rows.logits.columns && target != rows.targets.ignore_index;
+  const float x = readable ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
+  const float max = rows.row_max[row];
+  int64_t words[kWords];
+  for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
+  words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
+  words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
+  write_row(out, row, finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index));
 }
 
 // ---- host: how a row is laid over blocks
 
 struct Plan {
-  int cluster, clusters;  // blocks a cluster, clusters
+  bool cluster;       // each group is a cluster
+  int group, groups;  // blocks a group, groups
   int slots, slice;
   size_t shared_bytes;
 };
 
-template <class T, bool kGrad>
+// A cluster, or a cooperative grid: where blocks wait for each other by other means, all must be on the device at once.
 cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute* attribute, cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.cluster, plan.clusters);
+  config.gridDim = dim3(plan.group, plan.groups);
   config.blockDim = dim3(kFusedThreads);
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
-  attribute->id = cudaLaunchAttributeClusterDimension;
-  attribute->val.clusterDim.x = plan.cluster;
-  attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
+  if (plan.cluster) {
+    attribute->id = cudaLaunchAttributeClusterDimension;
+    attribute->val.clusterDim.x = plan.group;
+    attribute->val.clusterDim.y = attribute->val.clusterDim.z = 1;
+  } else {
+    attribute->id = cudaLaunchAttributeCooperative;
+    attribute->val.cooperative = 1;
+  }
   config.attrs = attribute;
   config.numAttrs = 1;
   return config;
@@ -417,9 +550,9 @@ const Device& device_of(int index) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
   const bool beyond_eight = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
   for (int cluster = 1; cluster <= (beyond_eight ? kMaxCluster : 8); ++cluster) {
-    const Plan plan = {cluster, 1, 0, 0, static_cast<size_t>(shared_bytes)};
+    const Plan plan = {true, cluster, 1, 0, 0, static_cast<size_t>(shared_bytes)};
     cudaLaunchAttribute attribute;
-    const cudaLaunchConfig_t config = configure<T, kGrad>(plan, &attribute, nullptr);
+    const cudaLaunchConfig_t config = configure(plan, &attribute, nullptr);
     if (cudaOccupancyMaxActiveClusters(&d.clusters[cluster], kernel, &config) != cudaSuccess) d.clusters[cluster] = 0;
   }
   cudaGetLastError();
@@ -433,55 +566,62 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
   constexpr int kLanes = kVector<T>;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
   if (logits.columns % kLanes != 0 || logits.row_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
-  if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes) return false;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
   const Device& device = device_of<T, kGrad>(index);
+  // short rows go stage by stage, unless they are few: then it is the launches that take the time
+  if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes && logits.rows > device.processors) return false;
   int64_t best = 0;
-  for (int cluster = 1; cluster <= kMaxCluster; ++cluster) {
-    if (device.clusters[cluster] == 0) continue;
-    const int64_t slice = ((logits.columns / kLanes + cluster - 1) / cluster) * kLanes;
-    const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
-    int slots = kMaxSlots;
-    while (slots > 0 && overhead_bytes(cluster, slots) + slots * slot_bytes > device.shared_bytes) --slots;
-    if (slots < kFusedPolicy.least_slots || (cluster > 1 && slot_bytes < kFusedPolicy.least_slice_bytes)) continue;
-    const int64_t clusters = device.clusters[cluster] < logits.rows ? device.clusters[cluster] : logits.rows;
-    // busy processors, times the part of their work that is columns and not a row's own cost
-    const int64_t worth = clusters * cluster * slot_bytes * 1024 / (slot_bytes + kFusedPolicy.row_cost_bytes);
-    if (worth <= best) continue;
-    best = worth;
-    plan.cluster = cluster;
-    plan.slots = slots;
-    plan.slice = static_cast<int>(slice);
-    plan.shared_bytes = static_cast<size_t>(overhead_bytes(cluster, slots) + slots * slot_bytes);
-    plan.clusters = static_cast<int>(clusters);
+  for (const bool cluster : {true, false}) {
+    const int64_t row_cost = cluster ? kFusedPolicy.row_cost_bytes : sizeof(T) == 2 ? kFusedPolicy.far_row_cost_bytes : kFusedPolicy.far_row_cost_bytes_fp32;
+    for (int group = 1; group <= kMaxCluster; ++group) {
+      const int64_t slice = ((logits.columns / kLanes + group - 1) / group) * kLanes;
+      const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
+      int slots = kMaxSlots;
+      while (slots > 0 && overhead_bytes<T>(cluster ? group : 0, slots) + slots * slot_bytes > device.shared_bytes) --slots;
+      if (slots < kFusedPolicy.least_slots || (group > 1 && slot_bytes < kFusedPolicy.least_slice_bytes)) continue;
+      const int64_t most = cluster ? device.clusters[group] : device.processors / group, groups = most < logits.rows ? most : logits.rows;
+      // busy processors, times the part of their work that is columns and not a row's own cost
+      const int64_t worth = groups * group * slot_bytes * 1024 / (slot_bytes + row_cost);
+      if (worth <= best) continue;
+      best = worth;
+      plan = {cluster, group, static_cast<int>(groups), slots, static_cast<int>(slice), static_cast<size_t>(overhead_bytes<T>(cluster ? group : 0, slots) + slots * slot_bytes)};
+    }
   }
   return best > 0;
 }
 
 template <class T, bool kGrad>
-bool launch(const Logits& logits, const Targets& targets, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context context) {
+bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch, bool mean, float* row_max, const RowOutputs& out, void* grad, Context context) {
   Plan plan;
   if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
-  const Rows rows = {logits, targets, sums, row_max, words, status, grad, plan.cluster, plan.slots, plan.slice};
+  Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
+  const Rows rows = {logits, targets, mean ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
+                     TermTable<__nv_bfloat16>::kMinusFirst};
   cudaLaunchAttribute attribute;
-  const cudaLaunchConfig_t config = configure<T, kGrad>(plan, &attribute, stream_of(context));
-  check(cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, rows), "cross_entropy");
-  const int64_t most = 2 * processors();
-  const unsigned blocks = static_cast<unsigned>(logits.rows < most ? logits.rows : most);
-  fallback_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows);
+  const cudaLaunchConfig_t config = configure(plan, &attribute, stream_of(context));
+  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, rows);
+  if (launched == cudaErrorCooperativeLaunchTooLarge) {  // a part of the device is somebody else's
+    cudaGetLastError();
+    return false;
+  }
+  check(launched, "cross_entropy");
+  const unsigned blocks = static_cast<unsigned>((logits.rows + kSettleRows - 1) / kSettleRows);
+  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, out);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }
 
 }  // namespace
 
-bool fused(const Logits& logits, const Targets& targets, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context context) {
+void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_t>(processors()) * kMailboxes * (sizeof(Mail) / sizeof(int64_t)); }
+
+bool fused(const Logits& logits, const Targets& targets, const Scratch& scratch, bool mean, float* row_max, const RowOutputs& out, void* grad, Context context) {
   bool done = false;
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    done = grad != nullptr ? launch<T, true>(logits, targets, sums, row_max, words, status, grad, context)
-                           : launch<T, false>(logits, targets, sums, row_max, words, status, grad, context);
+    done = grad != nullptr ? launch<T, true>(logits, targets, scratch, mean, row_max, out, grad, context)
+                           : launch<T, false>(logits, targets, scratch, mean, row_max, out, grad, context);
   });
   return done;
 }

@@ -6,9 +6,9 @@
 namespace dce {
 namespace cuda {
 
-// Writes row_max, words and, where grad is not null, the gradient. status: scratch, one a row. sums: for a mean, the words its count is read from, else null.
-// False, with nothing done, where the device or the layout of the logits does not allow it.
-bool fused(const Logits&, const Targets&, const int64_t* sums, float* row_max, int64_t* words, int32_t* status, void* grad, Context);
+// Writes row_max, the rows' results and, where grad is not null, the gradient. False, with nothing done, where the device or the layout of the logits does not
+// allow it.
+bool fused(const Logits&, const Targets&, const Scratch&, bool mean, float* row_max, const RowOutputs&, void* grad, Context);
 
 }  // namespace cuda
 }  // namespace dce

@@ -18,42 +18,39 @@ __device__ __forceinline__ void gradients(const float (&x)[kCount], float magic,
   }
 }
 
-// Vector i of a row to `to`, which holds column 0 of the row.
+// The columns of vector i that lie in a row of `length`, to `to`, which holds its column 0.
 template <class T>
-__device__ __forceinline__ void store(const RowVectors<T>& row, int64_t i, const Vector<T>& v, T* to, bool same_phase) {
-  const int64_t c = row.column(i);
-  if (same_phase && row.whole(i)) {
-    __stcs(reinterpret_cast<uint4*>(to + c), v.raw);
-  } else {
+__device__ __forceinline__ void store_lanes(const Vector<T>& v, int64_t column, int64_t length, T* to) {
 #pragma unroll
-    for (int j = 0; j < kVector<T>; ++j)
-      if (c + j >= 0 && c + j < row.length) to[c + j] = v.lane[j];
-  }
-}
-template <class T>
-__device__ __forceinline__ bool same_phase(const RowVectors<T>& row, const T* to) {
-  return (reinterpret_cast<uintptr_t>(row.data) ^ reinterpret_cast<uintptr_t>(to)) % kVectorBytes == 0;
+  for (int j = 0; j < kVector<T>; ++j)
+    if (column + j >= 0 && column + j < length) to[column + j] = v.lane[j];
 }
 
 // A block writes the gradient of a stretch; `own` is the target's column in it, or outside [0, length). All threads call.
 template <class T, int kThreads, int kUnroll>
 __device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float max, RowScale f, int64_t own, T* to) {
   constexpr int kLanes = kVector<T>;
-  const bool phase = same_phase(row, to);
   const RowFrame frame = row_frame(max);
   const float row_magic = magic(frame.n_max);
-  for (int64_t i = threadIdx.x; i < row.count(); i += kUnroll * kThreads) {
-    Vector<T> v[kUnroll];
+  const auto compute = [&](Vector<T>& v) {
+    float x[kLanes];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      float x[kLanes];
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) x[j] = add32(widen(v[u].lane[j]), -frame.shift);
-      gradients<T, true>(x, row_magic, f.scale, v[u].lane);
-      store(row, i + u * kThreads, v[u], to, phase);
-    }
+    for (int j = 0; j < kLanes; ++j) x[j] = add32(widen(v.lane[j]), -frame.shift);
+    gradients<T, true>(x, row_magic, f.scale, v.lane);
+  };
+  const auto by_lane = [&](Vector<T>& v, int i) {
+    compute(v);
+    store_lanes(v, row.column(i), row.length, to);
+  };
+  // to is on the same 16-byte phase as the row, unless one of them has its rows at odd distances
+  if ((reinterpret_cast<uintptr_t>(row.data) ^ reinterpret_cast<uintptr_t>(to)) % kVectorBytes == 0) {
+    const auto whole = [&](Vector<T>& v, int i) {
+      compute(v);
+      __stcs(reinterpret_cast<uint4*>(to + row.column(i)), v.raw);
+    };
+    row.template for_each<kThreads, kUnroll>(whole, by_lane);
+  } else {
+    row.template for_each<kThreads, 1>(by_lane, by_lane);
   }
   if (own < 0 || own >= row.length) return;
   __syncthreads();  // the target's column is written last
@@ -62,12 +59,17 @@ __device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float
 
 // Every column of a stretch is `value`; nothing is read.
 template <class T, int kThreads>
-__device__ __forceinline__ void fill_stretch(const RowVectors<T>& row, T value, T* to) {
+__device__ __forceinline__ void fill_stretch(int64_t length, T value, T* to) {
   Vector<T> v;
 #pragma unroll
   for (int j = 0; j < kVector<T>; ++j) v.lane[j] = value;
-  const RowVectors<T> out(to, row.length);
-  for (int64_t i = threadIdx.x; i < out.count(); i += kThreads) store(out, i, v, to, true);
+  const RowVectors<T> out(to, length);
+  for (int i = out.whole_begin() + static_cast<int>(threadIdx.x); i < out.whole_end(); i += kThreads) __stcs(reinterpret_cast<uint4*>(to + out.column(i)), v.raw);
+  if (threadIdx.x < kVector<T>) {  // the columns of the partial vectors
+    const int64_t first = threadIdx.x, last = out.column(out.whole_end()) + static_cast<int64_t>(threadIdx.x);
+    if (first < length && first < out.column(out.whole_begin())) to[first] = value;
+    if (last >= 0 && last < length) to[last] = value;
+  }
 }
 
 }  // namespace cuda

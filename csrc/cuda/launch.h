@@ -26,17 +26,19 @@ struct Policy {
   int64_t piece_bytes;     // what a block takes of a row at least
   int blocks_a_processor;  // as many pieces as make this many blocks, where rows are few
 };
-constexpr Policy kRowMaxPolicy = {256, 4, 4, 32768, 16};
-constexpr Policy kAccumulatePolicy = {128, 5, 4, 32768, 16};
-constexpr Policy kBackwardPolicy = {256, 3, 4, 16384, 16};
+constexpr Policy kRowMaxPolicy = {256, 3, 4, 32768, 16};
+constexpr Policy kAccumulatePolicy = {128, 6, 4, 32768, 16};
+constexpr Policy kBackwardPolicy = {256, 4, 4, 32768, 16};
 // The fused kernel (fused.cu): rows in shared memory.
 struct FusedPolicy {
-  int64_t least_row_bytes;    // shorter rows go stage by stage: the exchange would cost more than the read it saves
+  int64_t least_row_bytes;    // for shorter rows the exchange would cost more than the read it saves
   int64_t least_slice_bytes;  // of a row a block
   int least_slots;            // rows in flight a block: one summed, one whose gradient is written, one loaded
-  int64_t row_cost_bytes;     // what a row costs a block beside its columns, as columns that would take as long
+  int64_t row_cost_bytes;     // what a row costs a block beside its columns, as columns that would take as long: in a cluster,
+  int64_t far_row_cost_bytes;       // in a group whose mail goes by global memory, for logits of 16 bits,
+  int64_t far_row_cost_bytes_fp32;  // and of 32, where that memory is busier
 };
-constexpr FusedPolicy kFusedPolicy = {4096, 4096, 3, 6144};
+constexpr FusedPolicy kFusedPolicy = {4096, 4096, 3, 6144, 8192, 24576};
 
 inline int processors() {
   int device = 0, count = 0;

@@ -1,4 +1,5 @@
-// Barriers in shared memory, bulk copies, and the shared memory of a cluster's other blocks: thin names for PTX (compute capability 9.0 and later).
+// Barriers in shared memory, bulk copies, the shared memory of a cluster's other blocks, and single accesses of 16 bytes: thin names for PTX (compute capability 9.0 and
+// later).
 #pragma once
 
 #include "device.cuh"
@@ -49,6 +50,24 @@ __device__ __forceinline__ void send(uint32_t rank, void* here, uint64_t a, uint
       "mapa.shared::cluster.u32 remote_barrier, %1, %2;\n"
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b64 [remote], {%3, %4}, [remote_barrier];\n"
       "}" ::"r"(shared_address(here)), "r"(shared_address(&barrier.word)), "r"(rank), "l"(a), "l"(b) : "memory");
+}
+
+// 16 bytes of global memory, written or read at once: never half of them.
+__device__ __forceinline__ void store_whole(void* to, uint64_t a, uint64_t b) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 v;\n"
+      "mov.b128 v, {%1, %2};\n"
+      "st.relaxed.gpu.global.b128 [%0], v;\n"
+      "}" ::"l"(to), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ void load_whole(const void* from, uint64_t& a, uint64_t& b) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 v;\n"
+      "ld.relaxed.gpu.global.b128 v, [%2];\n"
+      "mov.b128 {%0, %1}, v;\n"
+      "}" : "=l"(a), "=l"(b) : "l"(from) : "memory");
 }
 
 }  // namespace cuda

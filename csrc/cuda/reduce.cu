@@ -9,7 +9,8 @@ namespace {
 constexpr int kSumThreads = 256;
 
 // Lanes whose losses fall on the same digit add up inside the warp; one of them adds to the block's words, one thread a word to the result.
-__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums) {
+// With out, the block that ends last rounds the sum; `done`, which is 0, counts blocks.
+__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums, unsigned* done, bool mean, float* out) {
   __shared__ int64_t words[kSumWords];
   if (threadIdx.x < kSumWords) words[threadIdx.x] = 0;
   __syncthreads();
@@ -44,6 +45,14 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* lo
   }
   __syncthreads();
   if (threadIdx.x < kSumWords && words[threadIdx.x] != 0) atomic_add(&sums[threadIdx.x], words[threadIdx.x]);
+  if (out == nullptr) return;
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
+    __threadfence();
+    for (int i = 0; i < kSumWords; ++i) words[i] = __ldcg(&sums[i]);
+    *out = round_sum(words, mean);
+  }
 }
 
 __global__ void __launch_bounds__(kSumThreads) count_targets_kernel(Targets targets, int64_t rows, int64_t* sums) {
@@ -69,12 +78,12 @@ __global__ void terms_kernel(const float* x, int64_t count, int32_t* significand
 namespace {
 unsigned sum_blocks(int64_t rows) {
   const int64_t blocks = (rows + kSumThreads - 1) / kSumThreads;
-  return static_cast<unsigned>(blocks < 256 ? blocks : 256);
+  return static_cast<unsigned>(blocks < 1 ? 1 : blocks < 256 ? blocks : 256);
 }
 }  // namespace
 
-void count_targets(const Targets& targets, int64_t rows, int64_t* sums, Context context) {
-  check(cudaMemsetAsync(sums, 0, kSumWords * sizeof(int64_t), stream_of(context)), "cudaMemsetAsync");
+void count_targets(const Targets& targets, int64_t rows, int64_t* sums, int64_t words, Context context) {
+  check(cudaMemsetAsync(sums, 0, words * sizeof(int64_t), stream_of(context)), "cudaMemsetAsync");
   if (rows == 0) return;
   count_targets_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(targets, rows, sums);
   check(cudaGetLastError(), "count_targets");
@@ -82,8 +91,14 @@ void count_targets(const Targets& targets, int64_t rows, int64_t* sums, Context 
 
 void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
   if (rows == 0) return;
-  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums);
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, nullptr, false, nullptr);
   check(cudaGetLastError(), "loss_digits");
+}
+
+void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, bool mean, float* out, Context context) {
+  unsigned* const done = reinterpret_cast<unsigned*>(sums + kSumWords);
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, done, mean, out);
+  check(cudaGetLastError(), "cross_entropy");
 }
 
 void round_sums(const int64_t* sums, bool mean, float* out, Context context) {

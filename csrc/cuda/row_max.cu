@@ -5,30 +5,29 @@ namespace dce {
 namespace cuda {
 namespace {
 
+__device__ __forceinline__ int32_t maximum_bits(int32_t image) { return static_cast<int32_t>(bits(from_order_image(image))); }
+
+// `image`: of a row's maximum, where several pieces meet; the maximum itself, where a row is one piece.
 template <class T>
 __global__ void __launch_bounds__(kRowMaxPolicy.threads, kRowMaxPolicy.resident) rowmax_kernel(Logits logits, Targets ignored, Shard shard, Pieces pieces, int32_t* image) {
   constexpr int kUnroll = kRowMaxPolicy.unroll, kThreads = kRowMaxPolicy.threads;
   __shared__ int32_t scratch[kThreads / kWarp];
   const Piece piece(pieces, shard.hi - shard.lo);
   if (is_ignored(ignored, piece.row)) {
-    if (threadIdx.x == 0) image[piece.row] = kImageOfNegInf;
+    if (threadIdx.x == 0) image[piece.row] = pieces.pieces == 1 ? maximum_bits(kImageOfNegInf) : kImageOfNegInf;
     return;
   }
   const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
   float top = -INFINITY;
-  for (int64_t i = threadIdx.x; i < row.count(); i += kUnroll * kThreads) {
-    Vector<T> v[kUnroll];
+  const auto add = [&](const Vector<T>& v, int) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u)
-#pragma unroll
-      for (int j = 0; j < kVector<T>; ++j) top = max_or_nan(top, widen(v[u].lane[j]));
-  }
+    for (int j = 0; j < kVector<T>; ++j) top = max_or_nan(top, widen(v.lane[j]));
+  };
+  row.template for_each<kThreads, kUnroll>(add, add);
   const int32_t max = block_max(order_image(top), scratch);
   if (threadIdx.x == 0) {
     if (pieces.pieces == 1) {
-      image[piece.row] = max;
+      image[piece.row] = maximum_bits(max);
     } else {
       atomicMax(&image[piece.row], max);
     }
@@ -42,7 +41,7 @@ __global__ void start_images(int32_t* image, int64_t rows) {
 // In place: the image of a row's maximum becomes the maximum.
 __global__ void images_to_floats(int32_t* image, int64_t rows) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (row < rows) image[row] = static_cast<int32_t>(bits(from_order_image(image[row])));
+  if (row < rows) image[row] = maximum_bits(image[row]);
 }
 
 }  // namespace
@@ -56,7 +55,7 @@ void row_max_of(const Logits& logits, const Targets& ignored, const Shard& shard
   with_dtype(logits.dtype, [&](auto type) {
     rowmax_kernel<decltype(type)><<<grid(logits.rows, pieces), kRowMaxPolicy.threads, 0, stream>>>(logits, ignored, shard, pieces, image);
   });
-  images_to_floats<<<small_grid, 256, 0, stream>>>(image, logits.rows);
+  if (pieces.pieces > 1) images_to_floats<<<small_grid, 256, 0, stream>>>(image, logits.rows);
   check(cudaGetLastError(), "rowmax");
 }
 

@@ -24,7 +24,7 @@ def tensor(name, value, dtypes, shape=None, device=None):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected {_names(dtypes)}, got {value.dtype}")
-    if shape is not None and tuple(value.shape) != tuple(shape):
+    if shape is not None and value.shape != shape and tuple(value.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(value.shape)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected on {device} like the rest, got {value.device}")
@@ -81,7 +81,7 @@ def logits_rows(logits):
 def target_rows(targets, logits):
     """targets with the leading shape of logits, as contiguous [N]."""
     tensor("targets", targets, TARGET_DTYPES, logits.shape[:-1], logits.device)
-    return targets.reshape(-1).contiguous()
+    return targets if targets.dim() == 1 and targets.is_contiguous() else targets.reshape(-1).contiguous()
 
 
 def row_values(name, value, logits, dtype=torch.float32, trailing=()):
@@ -122,6 +122,21 @@ def reduction(name, allowed=("mean", "sum", "none")):
     if not isinstance(name, str) or name not in allowed:
         raise ValueError(f"reduction: expected {' or '.join(map(repr, allowed))}, got {name!r}")
     return REDUCTIONS[name]
+
+
+def may_overwrite(inplace_backward, logits, rows):
+    """Whether backward is to write over the logits, which it then safely can. rows: of the logits, for the kernels."""
+    if not isinstance(inplace_backward, bool):
+        raise TypeError(f"inplace_backward: expected True or False, got {inplace_backward!r}")
+    if not inplace_backward or torch.compiler.is_compiling() or not logits.requires_grad or not torch.is_grad_enabled():
+        return False
+    if logits.is_leaf:
+        raise ValueError("inplace_backward: logits is a leaf, and would lose its value to its own gradient; expected the output of a layer")
+    if rows.data_ptr() != logits.data_ptr():
+        raise ValueError(f"inplace_backward: expected logits with adjacent columns and rows at one distance, got strides {tuple(logits.stride())}")
+    if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
+        raise ValueError(f"inplace_backward: expected logits whose rows do not overlap, got strides {tuple(logits.stride())}")
+    return True
 
 
 def wants_validation(validate, logits):

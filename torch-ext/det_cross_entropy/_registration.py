@@ -55,6 +55,11 @@ def _(grad, grad_out, logits, targets, rowmax, state, sums, ignore_index):
     return None
 
 
+@torch.library.register_fake(add_op_namespace_prefix("grad_over_logits"))
+def _(logits, grad_out, targets, rowmax, state, sums, ignore_index):
+    return None
+
+
 @torch.library.register_fake(add_op_namespace_prefix("grad_logits"))
 def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, v_start):
     return logits.new_empty((logits.shape[0], v_hi - v_lo))
@@ -76,14 +81,12 @@ def _(x):
 
 
 def _save_for_backward(ctx, inputs, output):
-    logits, targets, reduction, ignore_index = inputs
-    _, rowmax, denom, state, sums, status = output[:6]
+    logits, targets, reduction, ctx.ignore_index = inputs
+    _, rowmax, _, state, sums, _ = output
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits, targets, rowmax, state, sums)
-    ctx.mean, ctx.ignore_index = reduction == MEAN, ignore_index
-    # the gradient for an upstream of 1; an attribute and not a saved tensor, so that the first backward can give it away
-    ctx.grad_of_one = output[6] if len(output) > 6 else None
+    ctx.mean = reduction == MEAN
 
 
 def _backward(ctx, grad_out, *_):
@@ -91,18 +94,11 @@ def _backward(ctx, grad_out, *_):
         return None, None, None, None
     logits, targets, rowmax, state, sums = ctx.saved_tensors
     sums = sums if ctx.mean else None
-    grad, ctx.grad_of_one = ctx.grad_of_one, None
-    if grad is None or torch.is_grad_enabled():
-        grad = ops.grad_logits(
-            grad_out, logits, targets, rowmax, state, sums, ctx.ignore_index, 0, logits.shape[1], 0
-        )
-    else:
-        ops.rescale_grad(grad, grad_out, logits, targets, rowmax, state, sums, ctx.ignore_index)
+    grad = ops.grad_logits(grad_out, logits, targets, rowmax, state, sums, ctx.ignore_index, 0, logits.shape[1], 0)
     return grad, None, None, None
 
 
-for _name in ("cross_entropy", "cross_entropy_grad"):
-    torch.library.register_autograd(add_op_namespace_prefix(_name), _backward, setup_context=_save_for_backward)
+torch.library.register_autograd(add_op_namespace_prefix("cross_entropy"), _backward, setup_context=_save_for_backward)
 
 
 def _no_second_derivative(ctx, *_):

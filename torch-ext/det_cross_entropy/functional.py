@@ -2,20 +2,24 @@
 
 import torch
 
+from . import _autograd
 from . import _checks as check
 from ._ops import ops
 from ._registration import MEAN
 
 
-def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, validate=None):
+def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, inplace_backward=False, validate=None):
     """Cross-entropy of logits against target indices: the same bytes on every device, for every batch and layout.
 
     Args:
-        logits: [..., V], float32, bfloat16 or float16, natural-log units, 1 <= V < 2**31. Never modified. Rows may be strided
+        logits: [..., V], float32, bfloat16 or float16, natural-log units, 1 <= V < 2**31. Never modified, but for ``inplace_backward``. Rows may be strided
             (slices of a padded vocabulary); a layout without adjacent columns is copied.
         targets: int64 or int32, the leading shape of logits; each in [0, V) or ``ignore_index``.
         reduction: "mean" over the rows not ignored, "sum", or "none".
         ignore_index: rows with this target have loss 0 and gradient 0, leave the mean, and are not read.
+        inplace_backward: backward writes the gradient over the logits, so that nothing of their size is allocated. They are read twice instead of once. Refused
+            for a leaf and for a layout that would be copied; after it, reading the logits gives the gradient, and whatever else saved them for its backward
+            raises torch's error of a tensor modified in place. No effect on the bytes, nor under torch.compile, which plans its own memory.
         validate: True raises for a target out of range, waiting for the device; False never does; None (default) does on the CPU.
             Where it is not raised, such a row's loss and gradient are NaN, and so are mean and sum.
 
@@ -32,13 +36,9 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, valid
     target = check.target_rows(targets, logits)
     mode = check.reduction(reduction)
     check.integer("ignore_index", ignore_index)
+    in_place = check.may_overwrite(inplace_backward, logits, rows)
     validated = check.wants_validation(validate, logits)
-    if reduction != "none" and rows.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # Value and gradient from one read of the logits; backward looks, on the device, whether its upstream gradient is the 1 assumed here, and else writes the
-        # gradient again in place. A compiler may keep or share that buffer as it likes, so what it traces is the pure pair of ops instead.
-        out, _, _, _, _, status, _ = ops.cross_entropy_grad(rows, target, mode, ignore_index)
-    else:
-        out, _, _, _, _, status = ops.cross_entropy(rows, target, mode, ignore_index)
+    out, _, _, status = _autograd.loss(rows, target, mode, ignore_index, in_place)
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index)
     return out.reshape(targets.shape) if reduction == "none" else out
@@ -54,7 +54,7 @@ def forward(logits, targets, *, ignore_index=-100, validate=None):
     target = check.target_rows(targets, logits)
     check.integer("ignore_index", ignore_index)
     validated = check.wants_validation(validate, logits)
-    loss, maximum, denom, _, _, status = ops.cross_entropy(rows, target, check.REDUCTIONS["none"], ignore_index)
+    loss, maximum, denom, status = _autograd.loss(rows, target, check.REDUCTIONS["none"], ignore_index)
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index)
     return loss, maximum, denom
