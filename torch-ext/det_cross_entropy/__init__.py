@@ -4,8 +4,9 @@ The specification of every bit is docs/SPEC.md of the repository; ``spec_version
 """
 
 from . import _registration  # noqa: F401  (fake kernels and autograd formulas of the ops)
-from . import audit, golden, layers
+from . import audit, curve, golden, layers
 from .audit import SelfTest, digest, self_test
+from .curve import LossCurve
 from .functional import (
     carry_digits,
     cross_entropy,
@@ -21,10 +22,12 @@ from .functional import (
 spec_version = 1
 
 __all__ = [
+    "LossCurve",
     "SelfTest",
     "audit",
     "carry_digits",
     "cross_entropy",
+    "curve",
     "denom_digits",
     "digest",
     "finalize",
