@@ -5,8 +5,9 @@ namespace dce {
 namespace cuda {
 namespace {
 
+// Of rows whose logits are all here.
 template <class T>
-__global__ void finalize_kernel(const int64_t* digits, bool complete, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
+__global__ void finalize_whole_kernel(const int64_t* digits, bool complete, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= logits.rows) return;
   const int64_t target = target_at(targets, row);
@@ -22,21 +23,30 @@ __global__ void finalize_kernel(const int64_t* digits, bool complete, Logits log
   write_row(out, row, finalize_row(words, max, target, x, logits.columns, targets.ignore_index));
 }
 
-}  // namespace
+__global__ void finalize_kernel(const int64_t* digits, const float* target_logits, Targets targets, const float* row_max, int64_t rows, int64_t columns, RowOutputs out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  const int64_t* words = digits + row * kWords;
+  const int64_t size = columns < 0 ? columns_of(words) : columns;
+  write_row(out, row, finalize_row(words, canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index));
+}
 
-namespace {
-void launch(const int64_t* digits, bool complete, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
-  constexpr int kThreads = 64;
+constexpr int kThreads = 64;
+unsigned blocks_of(int64_t rows) { return static_cast<unsigned>((rows + kThreads - 1) / kThreads); }
+
+void finalize_whole(const int64_t* digits, bool complete, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
   with_dtype(logits.dtype, [&](auto type) {
-    finalize_kernel<decltype(type)>
-        <<<static_cast<unsigned>((logits.rows + kThreads - 1) / kThreads), kThreads, 0, stream_of(context)>>>(digits, complete, logits, targets, row_max, out);
+    finalize_whole_kernel<decltype(type)><<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(digits, complete, logits, targets, row_max, out);
   });
   check(cudaGetLastError(), "finalize");
 }
+
 }  // namespace
 
-void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
-  launch(digits, false, logits, targets, row_max, out, context);
+void finalize(const int64_t* digits, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns, const RowOutputs& out,
+              Context context) {
+  finalize_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(digits, target_logits, targets, row_max, rows, columns, out);
+  check(cudaGetLastError(), "finalize");
 }
 
 void forward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, Context context) {
@@ -46,12 +56,12 @@ void forward(const Logits& logits, const Targets& targets, int64_t* digits, floa
     row_max_of(logits, targets, whole, row_max, context);
     accumulate(logits, targets, row_max, whole, digits, false, context);
   }
-  launch(digits, done, logits, targets, row_max, out, context);
+  finalize_whole(digits, done, logits, targets, row_max, out, context);
 }
 
 void forward_backward(const Logits& logits, const Targets& targets, int64_t* digits, float* row_max, const RowOutputs& out, const int64_t* sums, void* grad, Context context) {
   if (fused(logits, targets, sums, row_max, digits, out.status, grad, context)) {
-    launch(digits, true, logits, targets, row_max, out, context);
+    finalize_whole(digits, true, logits, targets, row_max, out, context);
   } else {
     forward(logits, targets, digits, row_max, out, context);
     backward(logits, targets, row_max, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, context);

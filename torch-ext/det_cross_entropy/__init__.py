@@ -4,8 +4,9 @@ The specification of every bit is docs/SPEC.md of the repository; ``spec_version
 """
 
 from . import _registration  # noqa: F401  (fake kernels and autograd formulas of the ops)
-from . import audit, golden, layers
+from . import audit, distributed, golden, layers
 from .audit import SelfTest, digest, self_test
+from .distributed import vocab_parallel_cross_entropy
 from .functional import (
     carry_digits,
     cross_entropy,
@@ -27,6 +28,7 @@ __all__ = [
     "cross_entropy",
     "denom_digits",
     "digest",
+    "distributed",
     "finalize",
     "forward",
     "golden",
@@ -37,4 +39,5 @@ __all__ = [
     "rowmax",
     "self_test",
     "spec_version",
+    "vocab_parallel_cross_entropy",
 ]

@@ -111,7 +111,9 @@ def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validat
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
     check.integer("ignore_index", ignore_index)
     validated = check.wants_validation(validate, logits)
-    loss, denom, state, status = ops.finalize(words, rows, target, maximum, ignore_index)
+    readable = target.clamp(0, rows.shape[1] - 1).long()
+    target_logits = rows.gather(1, readable.unsqueeze(1)).squeeze(1).float()
+    loss, denom, state, status = ops.finalize(words, target_logits, target, maximum, ignore_index, rows.shape[1])
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index, words)
     return rows, target, maximum, loss, denom, state
