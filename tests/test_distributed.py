@@ -13,6 +13,9 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
 
 import processes
 from cases import DTYPES, INF, NAN
@@ -249,7 +252,184 @@ def lying_maximum(dce, rank, groups):
     return seen
 
 
-PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum]
+def spread(total, parts):
+    """Uneven (first, last) token ranges, one of them empty where there are three or more."""
+    bounds = [0, *[5, 5, 16, 17, 20, 21, 23][: parts - 1], total]
+    return list(zip(bounds, bounds[1:]))
+
+
+def token_ranks(dce, rank, groups):
+    """Data parallel alone, and dp x tp: {(dp, tp, reduction): (loss, tokens, columns, gradient)}."""
+    seen = {}
+    for dp, tp in ((1, 1), (2, 1), (3, 1), (8, 1), (1, 4), (2, 2), (4, 2), (2, 4)):
+        mesh = DeviceMesh("cpu", torch.arange(dp * tp).view(dp, tp), mesh_dim_names=("dp", "tp"))
+        if rank >= dp * tp:
+            continue
+        (a, b), (lo, hi) = spread(N, dp)[mesh.get_local_rank("dp")], cuts_of(V, tp)["uneven"][mesh.get_local_rank("tp")]
+        for kind in KINDS[:9]:
+            logits, targets, _ = batch(*kind[:2])
+            if kind[2] == "none":
+                continue
+            leaf = logits[a:b, lo:hi].clone().requires_grad_()
+            if tp == 1 and kind[1] == "bf16":
+                out = dce.data_parallel_cross_entropy(leaf, targets[a:b], kind[2], group=mesh.get_group("dp"))
+            else:
+                out = dce.vocab_parallel_cross_entropy(leaf, targets[a:b], kind[2], group=mesh["tp"], vocab_start=lo, dp_group=mesh["dp"])
+            out.backward(torch.tensor(0.7))
+            losses = dce.cross_entropy(logits[a:b], targets[a:b], "none")
+            elsewhere = losses.clone().requires_grad_()
+            again = dce.reduce_losses(elsewhere, targets[a:b], kind[2], group=mesh.get_group("dp"))
+            again.backward()
+            seen[dp, tp, kind] = out.detach(), again.detach(), elsewhere.grad, (a, b), (lo, hi), leaf.grad.float()
+    return seen
+
+
+def token_ranks_go_wrong(dce, rank, groups):
+    """One bad target, or one bad argument, in one of two replicas of two ranks each."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    if rank >= 4:
+        return {}
+    replica, column = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    x, t = SMALL[3 * replica : 3 * replica + 3, 15 * column : 15 * column + 15], SMALL_TARGETS[3 * replica : 3 * replica + 3].clone()
+    t[2] = 30 if replica == 1 else t[2]
+    kw = {"group": mesh["tp"], "dp_group": mesh["dp"]}
+    whole = SMALL[3 * replica : 3 * replica + 3]
+    return {
+        "target": (dce.vocab_parallel_cross_entropy(x, t, validate=False, **kw), error_of(lambda: dce.vocab_parallel_cross_entropy(x, t, **kw))),
+        "argument": error_of(lambda: dce.vocab_parallel_cross_entropy(x.double() if rank == 3 else x, t, **kw)),
+        "data parallel": (dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"], validate=False),
+                          error_of(lambda: dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"]))),
+        "reduction": error_of(lambda: dce.data_parallel_cross_entropy(whole, t, "none", group=mesh["dp"])),
+    }
+
+
+class Scores(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(SMALL[:, :8].t().contiguous())
+
+    def forward(self, h):
+        return h @ self.weight
+
+
+def under_ddp(dce, rank, groups):
+    """The weight's gradient under DistributedDataParallel, with the loss multiplied by the number of ranks, as documented."""
+    if rank >= 2:
+        return None
+    h, t = SMALL.view(12, 15)[:, :8], torch.tensor([0, 1, 2, 3, 4, 5, -100, -100, -100, 2, 1, 0])
+    model = torch.nn.parallel.DistributedDataParallel(Scores(), process_group=groups[2])
+    own = slice(0, 5) if rank == 0 else slice(5, 12)
+    loss = dce.data_parallel_cross_entropy(model(h[own]), t[own], group=groups[2])
+    (loss * 2).backward()
+    whole = Scores()
+    dce.cross_entropy(whole(h), t).backward()
+    return model.module.weight.grad, whole.weight.grad
+
+
+LAYOUTS = {
+    # name: (mesh shape, placements of logits [4, 6, V] with classes last)
+    "vocabulary": ((8,), [Shard(2)]),
+    "vocabulary of 3": ((3,), [Shard(2)]),
+    "tokens": ((4,), [Shard(0)]),
+    "sequence": ((4,), [Shard(1)]),
+    "replicated": ((2,), [Replicate()]),
+    "dp x tp": ((2, 4), [Shard(0), Shard(2)]),
+    "tp x dp": ((4, 2), [Shard(2), Shard(1)]),
+    "hsdp": ((2, 2), [Replicate(), Shard(2)]),
+    "vocabulary twice": ((2, 4), [Shard(2), Shard(2)]),
+    "dp x sp x tp": ((2, 2, 2), [Shard(0), Shard(1), Shard(2)]),
+    "one": ((1,), [Shard(2)]),
+}
+
+
+def dtensors(dce, rank, groups):
+    seen = {}
+    logits, targets, upstream = batch("plain", "fp32")
+    logits, targets, upstream = logits.view(4, 6, V), targets.view(4, 6), upstream.view(4, 6)
+    for name, (shape, placements) in LAYOUTS.items():
+        ranks = torch.Size(shape).numel()
+        mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape))
+        if rank >= ranks:
+            continue
+        for_targets = [p if p in (Shard(0), Shard(1)) else Replicate() for p in placements]
+        placed = targets if all(p == Replicate() for p in for_targets) else distribute_tensor(targets, mesh, for_targets)
+        for reduction in REDUCTIONS:
+            x = distribute_tensor(logits, mesh, placements).requires_grad_()
+            g = distribute_tensor(upstream, mesh, for_targets)
+            with ExplicitRedistributionContext():               # a redistribution of a DTensor is an error here
+                out = dce.cross_entropy(x, placed, reduction, validate=False)
+                out.backward(g if reduction == "none" else None)
+            seen[name, reduction] = out.full_tensor().detach(), x.grad.full_tensor(), list(x.grad.placements) == list(placements), type(out).__name__
+        # as users of torch's loss_parallel write it: classes at 1
+        moved = [Shard({0: 0, 1: 2, 2: 1}[p.dim]) if isinstance(p, Shard) else p for p in placements]
+        x = distribute_tensor(logits.movedim(2, 1).contiguous(), mesh, moved).requires_grad_()
+        with dce.dtensor.loss_parallel():
+            out = torch.nn.functional.cross_entropy(x, placed)
+            plain = torch.nn.functional.cross_entropy(logits[0], targets[0])
+        out.backward()
+        with dce.dtensor.loss_parallel():
+            by_module = torch.nn.CrossEntropyLoss()(x, placed)
+        seen[name, "context"] = out.full_tensor().detach(), x.grad.full_tensor().movedim(1, 2), by_module.full_tensor().detach(), plain
+    return seen
+
+
+def dtensor_errors(dce, rank, groups):
+    mesh, x = DeviceMesh("cpu", torch.arange(2)), SMALL[:, :20].contiguous()
+    if rank >= 2:
+        return {}
+    F, t = torch.nn.functional, SMALL_TARGETS.clamp(max=19)
+    by_class, by_token = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(x, mesh, [Shard(0)])
+    uneven = DTensor.from_local(x[:, 3:] if rank else x[:, :3], mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
+
+    def functional(**kw):
+        with dce.dtensor.loss_parallel():
+            return F.cross_entropy(by_class, t, **kw)
+
+    return {
+        "partial": error_of(lambda: dce.cross_entropy(DTensor.from_local(x, mesh, [Partial()], run_check=False), t)),
+        "plain targets": error_of(lambda: dce.cross_entropy(by_token, t)),
+        "placements": error_of(lambda: dce.cross_entropy(by_token, distribute_tensor(t, mesh, [Replicate()]))),
+        "shape": error_of(lambda: dce.cross_entropy(by_class, t[:3])),
+        "not as DTensor cuts": error_of(lambda: dce.cross_entropy(uneven, t)),
+        "not a DTensor": error_of(lambda: dce.dtensor.cross_entropy(x, t)),
+        "class_dim": error_of(lambda: dce.dtensor.cross_entropy(by_class, t, class_dim=2)),
+        "weight": error_of(lambda: functional(weight=torch.ones(20))),
+        "label_smoothing": error_of(lambda: functional(label_smoothing=0.1)),
+        "good": error_of(lambda: functional(label_smoothing=0.0, weight=None)),
+    }
+
+
+def drop_ins(dce, rank, groups):
+    seen = {}
+    if rank >= 3:
+        return seen
+    logits, targets, upstream = batch("plain", "bf16")
+    lo, hi = 70 * rank, 70 * rank + 70                          # equal shards: 210 of the columns
+    targets = torch.where(targets >= 210, 7, targets)
+    x, t, g = (y.view(6, 4, *y.shape[1:]) for y in (logits[:, :210], targets, upstream))    # [s, b, v]
+    for layout in ("contiguous", "transposed", "strided"):
+        if layout == "contiguous":
+            leaf = x[..., lo:hi].clone().requires_grad_()
+            shard = leaf
+        elif layout == "transposed":                            # made as [b, s, v]
+            leaf = x[..., lo:hi].transpose(0, 1).contiguous().requires_grad_()
+            shard = leaf.transpose(0, 1)
+        else:                                                   # made as [v, s, b]
+            leaf = x[..., lo:hi].permute(2, 0, 1).contiguous().requires_grad_()
+            shard = leaf.permute(1, 2, 0)
+        losses = dce.megatron.vocab_parallel_cross_entropy(shard, t, tp_group=groups[3])
+        (grad,) = torch.autograd.grad(losses, shard, g)
+        seen["megatron", layout] = losses.detach(), grad
+        losses = dce.transformer_engine.parallel_cross_entropy(shard, t, 0.0, False, groups[3])
+        (grad,) = torch.autograd.grad(losses, shard, g.t().contiguous().t())
+        seen["te", layout] = losses.detach(), grad
+        loss = dce.transformer_engine.parallel_cross_entropy(shard, t.flatten(), reduce_loss=True, dist_process_group=groups[3])
+        (grad,) = torch.autograd.grad(loss, shard)
+        seen["te mean", layout] = loss.detach(), grad
+    return seen
+
+
+PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins]
 
 
 def worker(rank, world):
@@ -345,6 +525,104 @@ def test_a_maximum_lost_on_its_way(seen):
         assert len(errors) == 1, errors
         kind, text = errors.pop()
         assert kind == "ValueError" and re.search("logits_shard: row . *", text) and "maxim" in text, text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens spread over ranks
+
+
+def test_any_spread_of_tokens_and_columns(dce, seen):
+    worlds = {key for r in seen for key in r["token_ranks"]}
+    assert len({(dp, tp) for dp, tp, _ in worlds}) == 8 and len(worlds) == 8 * 6
+    for dp, tp, kind in worlds:
+        logits, targets, _ = batch(*kind[:2])
+        leaf = logits.requires_grad_()
+        expected = dce.cross_entropy(leaf, targets, kind[2])
+        expected.backward(torch.tensor(0.7))
+        count = int((targets != -100).sum()) if kind[2] == "mean" else 1
+        for r in seen[: dp * tp]:
+            out, again, elsewhere, (a, b), (lo, hi), grad = r["token_ranks"][dp, tp, kind]
+            assert torch.equal(out, expected.detach()) and torch.equal(again, expected.detach()), (dp, tp, kind)
+            assert torch.equal(grad, leaf.grad[a:b, lo:hi].float()), (dp, tp, kind)
+            assert torch.equal(elsewhere, torch.where(targets[a:b] == -100, 0.0, (torch.tensor(1.0).double() / count).float()))
+
+
+def test_an_error_in_one_replica_is_raised_in_all(seen):
+    outcomes = [r["token_ranks_go_wrong"] for r in seen[:4]]
+    for name, message in (("target", r"targets: row 2: expected 0 <= target < 30 .*got 30"), ("data parallel", r"targets: row 2 has 30")):
+        assert all(o[name][0].isnan() for o in outcomes)
+        # with data parallelism alone ranks 0 and 2 are one group, 1 and 3 another
+        assert all(outcomes[i][name][1] == outcomes[i + 2][name][1] for i in (0, 1))
+        assert name == "data parallel" or outcomes[0][name][1] == outcomes[1][name][1]
+        kind, text = outcomes[0][name][1]
+        assert kind == "ValueError" and re.search(message, text), text
+    assert len({o["argument"] for o in outcomes}) == 1 and outcomes[0]["argument"][0] == "TypeError" and "rank 3: logits_shard" in outcomes[0]["argument"][1]
+    assert all(o["reduction"][0] == "ValueError" and "'none'" in o["reduction"][1] for o in outcomes)
+
+
+def test_gradients_under_ddp(seen):
+    for r in seen[:2]:
+        averaged, expected = r["under_ddp"]
+        assert expected.abs().max() > 1e-2
+        torch.testing.assert_close(averaged, expected, rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DTensor, and the peers' signatures
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_dtensor(dce, seen, name):
+    logits, targets, upstream = batch("plain", "fp32")
+    logits, targets, upstream = logits.view(4, 6, V), targets.view(4, 6), upstream.view(4, 6)
+    for reduction in [*REDUCTIONS, "context"]:
+        leaf = logits.clone().requires_grad_()
+        expected = dce.cross_entropy(leaf, targets, "mean" if reduction == "context" else reduction)
+        expected.backward(upstream if reduction == "none" else None)
+        for r in seen[: torch.Size(LAYOUTS[name][0]).numel()]:
+            out, grad, *more = r["dtensors"][name, reduction]
+            assert torch.equal(out, expected.detach()) and torch.equal(grad, leaf.grad), reduction
+            if reduction != "context":
+                assert more == [True, "DTensor"]
+            else:
+                assert torch.equal(more[0], out) and torch.equal(more[1], torch.nn.functional.cross_entropy(logits[0], targets[0]))
+
+
+@pytest.mark.parametrize("case, kind, message", [
+    ("partial", "ValueError", "logits: .*Partial"),
+    ("plain targets", "ValueError", r"targets: expected a DTensor with placements \(Shard\(dim=0\),\)"),
+    ("placements", "ValueError", r"targets: expected placements \(Shard\(dim=0\),\).*Replicate"),
+    ("shape", "ValueError", r"targets: expected shape \(6,\), got \(3,\)"),
+    ("not as DTensor cuts", "ValueError", "logits: expected columns"),
+    ("not a DTensor", "TypeError", "logits: expected a DTensor"),
+    ("class_dim", "ValueError", "class_dim: .*2"),
+    ("weight", "NotImplementedError", "weight"),
+    ("label_smoothing", "NotImplementedError", "label_smoothing"),
+])
+def test_dtensor_errors(seen, case, kind, message):
+    for r in seen[:2]:
+        got, text = r["dtensor_errors"][case]
+        assert got == kind and re.search(message, text), text
+        assert r["dtensor_errors"]["good"] is None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+def test_drop_ins(dce, seen, layout):
+    logits, targets, upstream = batch("plain", "bf16")
+    targets = torch.where(targets >= 210, 7, targets)
+    x, t, g = (y.view(6, 4, *y.shape[1:]) for y in (logits[:, :210].contiguous(), targets, upstream))
+    for name, reduction in (("megatron", "none"), ("te", "none"), ("te mean", "mean")):
+        leaf = x.clone().requires_grad_()
+        expected = dce.cross_entropy(leaf, t, reduction)
+        expected.backward(g if reduction == "none" else None)
+        for rank, r in enumerate(seen[:3]):
+            out, grad = r["drop_ins"][name, layout]
+            assert torch.equal(out, expected.detach()) and torch.equal(grad, leaf.grad[..., 70 * rank : 70 * rank + 70]), name
+    alone = dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, True)
+    assert torch.equal(alone, dce.cross_entropy(x, t))
+    for call in (dce.megatron.vocab_parallel_cross_entropy, dce.transformer_engine.parallel_cross_entropy):
+        with pytest.raises(NotImplementedError, match="label_smoothing.*0.1"):
+            call(x, t, 0.1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

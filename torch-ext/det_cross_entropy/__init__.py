@@ -4,9 +4,9 @@ The specification of every bit is docs/SPEC.md of the repository; ``spec_version
 """
 
 from . import _registration  # noqa: F401  (fake kernels and autograd formulas of the ops)
-from . import audit, distributed, golden, layers
+from . import audit, distributed, golden, layers, megatron, transformer_engine
 from .audit import SelfTest, digest, self_test
-from .distributed import vocab_parallel_cross_entropy
+from .distributed import data_parallel_cross_entropy, reduce_losses, vocab_parallel_cross_entropy
 from .functional import (
     carry_digits,
     cross_entropy,
@@ -21,23 +21,37 @@ from .functional import (
 
 spec_version = 1
 
+
+def __getattr__(name):
+    if name == "dtensor":  # on demand: it imports torch.distributed.tensor
+        import importlib
+
+        return importlib.import_module(f"{__name__}.dtensor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "SelfTest",
     "audit",
     "carry_digits",
     "cross_entropy",
+    "data_parallel_cross_entropy",
     "denom_digits",
     "digest",
     "distributed",
+    "dtensor",
     "finalize",
     "forward",
     "golden",
     "grad_logits",
     "layers",
     "loss_digits",
+    "megatron",
     "reduce_digits",
+    "reduce_losses",
     "rowmax",
     "self_test",
     "spec_version",
+    "transformer_engine",
     "vocab_parallel_cross_entropy",
 ]

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import forward_ad
 
-from ._registration import MEAN, NONE, SUM, SUM_WORDS, WORDS
+from ._registration import COUNT_WORD, MEAN, NONE, SUM, SUM_WORDS, WORDS  # noqa: F401
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -54,6 +54,10 @@ def _rows(logits, name="logits"):
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
     return rows
+
+
+def is_dtensor(logits):
+    return type(logits) is not torch.Tensor and hasattr(logits, "device_mesh")
 
 
 def no_tangent(logits):
@@ -129,6 +133,11 @@ def reduction(name, allowed=("mean", "sum", "none")):
     if not isinstance(name, str) or name not in allowed:
         raise ValueError(f"reduction: expected {' or '.join(map(repr, allowed))}, got {name!r}")
     return REDUCTIONS[name]
+
+
+def no_smoothing(label_smoothing):
+    if label_smoothing != 0:
+        raise NotImplementedError(f"label_smoothing: expected 0, got {label_smoothing!r}; smoothing is not implemented")
 
 
 def wants_validation(validate, logits):

@@ -8,6 +8,7 @@ NONE, MEAN, SUM = 0, 1, 2  # reductions of ops.cross_entropy
 WORDS = 8  # int64 words a row (SPEC 4)
 RANK_WORDS = 2  # more of them between ranks (SPEC 11)
 SUM_WORDS = 12  # int64 words a batch (SPEC 8)
+COUNT_WORD = 9  # of these, the one that counts rows
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rowmax"))

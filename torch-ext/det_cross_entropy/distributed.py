@@ -129,4 +129,81 @@ def vocab_parallel_cross_entropy(
     return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
 
 
-__all__ = ["vocab_parallel_cross_entropy"]
+def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None, ignore_index=-100, validate=None):
+    """``cross_entropy`` of the tokens of all ranks of a group, each of which holds its own with the whole vocabulary: exact, so the same bytes for every way of spreading tokens.
+
+    One all-reduce of 96 bytes. The loss is the global mean or sum on every rank, and each rank's gradient is that of this global loss with respect to its own logits. What
+    they give for a shared parameter therefore adds up over ranks: sum parameter gradients, do not average them. Under ``DistributedDataParallel``, which averages,
+    call ``(loss * world_size).backward()`` or register a communication hook that sums; under ``fully_shard``, ``set_gradient_divide_factor(1.0)``.
+
+    Args:
+        logits: [N_rank, ..., V], as in ``cross_entropy``; N_rank may differ from rank to rank and be 0.
+        targets: int64 or int32, the leading shape of logits.
+        reduction: "mean" over all tokens of the group that are not ignored, or "sum".
+        group: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
+        ignore_index, validate: as in ``vocab_parallel_cross_entropy``.
+
+    Returns:
+        float32 scalar, differentiable once.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what it got; with ``validate``, on every rank.
+
+    Source: docs/SPEC.md, sections 7 and 8.
+    """
+    ranks = Ranks("group", group)
+    validated = check.validates_ranks(validate, logits)
+    problem = None
+    try:
+        rows = check.logits_rows(logits)
+        target = check.target_rows(targets, logits)
+        mode = check.reduction(reduction, ("mean", "sum"))
+        check.integer("ignore_index", ignore_index)
+        with torch.no_grad():
+            loss, maximum, _, state, _, status = ops.cross_entropy(rows, target, NONE, ignore_index)
+        if validated:
+            check.raise_for_status(status, target, rows.shape[1], ignore_index)
+    except (TypeError, ValueError) as error:
+        if not validated:
+            raise
+        problem = type(error)(f"rank {dist.get_rank()}: {error}")
+    if validated:
+        _ranks.raise_together(problem, ranks)
+    return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
+
+
+class _Reduced(torch.autograd.Function):
+    """`out`, the mean or sum of losses, with its derivative: the upstream gradient, divided by the count if `sums` is given."""
+
+    @staticmethod
+    def forward(ctx, loss, out, target, sums, ignore_index):
+        ctx.save_for_backward(target, sums)
+        ctx.ignore_index = ignore_index
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        target, sums = ctx.saved_tensors
+        each = grad_out if sums is None else (grad_out.double() / sums[check.COUNT_WORD]).float()
+        return torch.where(target == ctx.ignore_index, torch.zeros_like(each), each), None, None, None, None
+
+
+def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-100):
+    """The exact mean or sum, over the tokens of all ranks of a group, of losses computed elsewhere.
+
+    ``loss`` float32 [...], ``targets`` int64 or int32 of the same shape, which say what is ignored. Returns a float32 scalar, the same on every rank, rounded once;
+    differentiable with respect to ``loss``: its gradient, the upstream one over the count, is rounded to float32 here, which ``data_parallel_cross_entropy`` does not do.
+    Gradients of shared parameters are to be added over the group (``data_parallel_cross_entropy``). Source: docs/SPEC.md, section 8.
+    """
+    ranks = Ranks("group", group)
+    check.tensor("loss", loss, (torch.float32,))
+    check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
+    mode = check.reduction(reduction, ("mean", "sum"))
+    check.integer("ignore_index", ignore_index)
+    flat, target = loss.reshape(-1).contiguous(), targets.reshape(-1).contiguous()
+    with torch.no_grad():
+        out, sums = _reduce(flat, target, mode, ranks, ignore_index)
+    return _Reduced.apply(flat, out, target, sums if mode == MEAN else None, ignore_index)
+
+
+__all__ = ["data_parallel_cross_entropy", "reduce_losses", "vocab_parallel_cross_entropy"]

@@ -26,8 +26,12 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, valid
     Raises:
         TypeError, ValueError: naming the argument and what it got.
 
-    Source: docs/SPEC.md, sections 6 to 8.
+    DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8.
     """
+    if check.is_dtensor(logits):
+        from . import dtensor
+
+        return dtensor.cross_entropy(logits, targets, reduction, ignore_index=ignore_index, validate=validate)
     rows = check.logits_rows(logits)
     target = check.target_rows(targets, logits)
     mode = check.reduction(reduction)
