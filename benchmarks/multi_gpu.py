@@ -145,7 +145,7 @@ class Checks:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         x.grad = None
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog thread may go on
             loss = step()
         grad = x.grad
         with torch.no_grad():

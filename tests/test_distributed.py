@@ -3,8 +3,12 @@
 Eight processes are started once and run all cases, in subgroups of 1, 2, 3, 4 and 8; each test looks at what they sent back.
 """
 import importlib.util
+import json
 import os
 import re
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -170,8 +174,8 @@ WRONG = {
     "ignored on all but one": ([3], r"targets: row 3: .*different.*: rank 0 has 5, rank 1 has -100, rank 2 has -100"),
     "swapped rows": ([0, 1], r"targets: row 0: .*different.*: rank 0 has 29, rank 1 has 0, rank 2 has 0"),
     "ignore_index": (None, r"ignore_index: rank 1 has -1, rank 0 has -100"),
-    "target out of range": ([1], r"targets: row 1: expected 0 <= target < 30 or ignore_index = -100, got 30"),
-    "negative target": ([1], r"targets: row 1: expected 0 <= target < 30 or ignore_index = -100, got -5"),
+    "target out of range": ([1], r"targets: row 1 has 30, expected 0 <= target < 30 or ignore_index = -100 \(found by rank 0, 1, 2\)"),
+    "negative target": ([1], r"targets: row 1 has -5, expected 0 <= target < 30 or ignore_index = -100"),
 }
 
 
@@ -429,7 +433,28 @@ def drop_ins(dce, rank, groups):
     return seen
 
 
-PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins]
+def autograd(dce, rank, groups):
+    """What torch may do with a loss besides backward once."""
+    if rank >= 2:
+        return {}
+    x = SMALL[:, 15 * rank : 15 * rank + 15].clone().requires_grad_()
+
+    def loss(x, validate=False):
+        return dce.vocab_parallel_cross_entropy(x * 1.5, SMALL_TARGETS, group=groups[2], validate=validate)
+
+    out = loss(x, True)
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    once = torch.autograd.grad(out, x, create_graph=True)[0]
+    compiled = torch.compile(loss, backend="aot_eager")(x)
+    return {
+        "eager": (out.detach(), first), "again": second, "compiled": (compiled.detach(), torch.autograd.grad(compiled, x)[0]),
+        "second": error_of(lambda: once.sum().backward()),
+        "forward mode": error_of(lambda: torch.func.jvp(loss, (x.detach(),), (x.detach(),))),
+        "no gradient": loss(x.detach()).requires_grad,
+    }
+
+
+PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
 
 
 def worker(rank, world):
@@ -549,7 +574,7 @@ def test_any_spread_of_tokens_and_columns(dce, seen):
 
 def test_an_error_in_one_replica_is_raised_in_all(seen):
     outcomes = [r["token_ranks_go_wrong"] for r in seen[:4]]
-    for name, message in (("target", r"targets: row 2: expected 0 <= target < 30 .*got 30"), ("data parallel", r"targets: row 2 has 30")):
+    for name, message in (("target", r"targets: row 2 has 30, expected 0 <= target < 30 .*found by rank 2, 3"), ("data parallel", r"targets: row 2 has 30")):
         assert all(o[name][0].isnan() for o in outcomes)
         # with data parallelism alone ranks 0 and 2 are one group, 1 and 3 another
         assert all(outcomes[i][name][1] == outcomes[i + 2][name][1] for i in (0, 1))
@@ -623,6 +648,27 @@ def test_drop_ins(dce, seen, layout):
     for call in (dce.megatron.vocab_parallel_cross_entropy, dce.transformer_engine.parallel_cross_entropy):
         with pytest.raises(NotImplementedError, match="label_smoothing.*0.1"):
             call(x, t, 0.1)
+
+
+def test_autograd_and_compile(seen):
+    for r in seen[:2]:
+        r = r["autograd"]
+        out, grad = r["eager"]
+        assert torch.equal(r["again"], grad) and torch.equal(r["compiled"][0], out) and torch.equal(r["compiled"][1], grad) and not r["no gradient"]
+        assert r["second"][0] == r["forward mode"][0] == "NotImplementedError"
+
+
+def test_the_multi_gpu_script_over_gloo(tmp_path):
+    """As torchrun would start it, with two processes."""
+    command = [sys.executable, ROOT / "benchmarks" / "multi_gpu.py", "--device", "cpu", "--skip-time", "--out", tmp_path / "report.json"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [subprocess.Popen(command, env={**environment, "RANK": r, "LOCAL_RANK": r}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in "01"]
+    outputs = [process.communicate(timeout=240)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["processes"] == 2 and report["failures"] == [] and "rank 0 and rank 1 both hold" in report["digests"]["overlap"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -699,6 +745,31 @@ def test_targets_agree_or_the_row_is_nan(world, data):
     for loss, settled in exchange(dce, list(x.split(1, 1)), range(world), targets):
         assert torch.equal(loss.isnan(), torch.arange(4).eq(row) & disagree)
         assert int(settled[row]) == -1 if disagree else torch.equal(settled, torch.tensor(base))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_only_an_exact_cover_is_a_vocabulary(data):
+    """Any placement of up to five shards: a loss, and no complaint, if and only if they lie side by side from 0."""
+    dce = load_kernel()
+    bounds = sorted(data.draw(st.lists(st.integers(0, 12), min_size=0, max_size=4)))
+    shards = [(a, b) for a, b in zip([0, *bounds], [*bounds, 12])]
+    for _ in range(data.draw(st.integers(0, 3))):
+        i = data.draw(st.integers(0, len(shards) - 1))
+        lo = max(0, shards[i][0] + data.draw(st.integers(-2, 2)))
+        shards[i] = lo, max(lo, shards[i][1] + data.draw(st.integers(-2, 2)))
+    shards = data.draw(st.permutations(shards))
+    held = sorted(s for s in shards if s[0] < s[1])
+    exact = bool(held) and all(a == b for (a, _), b in zip(held, [0, *(b for _, b in held)]))
+    total = sum(b - a for a, b in shards)
+    x = torch.linspace(-1, 1, 20).expand(2, 20)
+    t = torch.tensor([0, max(total - 1, 0)])
+    outcomes = exchange(dce, [x[:, a:b] for a, b in shards], [a for a, _ in shards], [t] * len(shards))
+    expected = dce.cross_entropy(x[:, :total], t, "none") if exact else None
+    for loss, _ in outcomes:
+        assert torch.equal(loss, expected) if exact else loss.isnan().all(), shards
+    said = dce._ranks.shards_problem([dce._ranks.Shard(r, None, 2, a, b - a) for r, (a, b) in enumerate(shards)])
+    assert (said is None) == exact, (shards, said)
 
 
 def test_mode_and_rows_are_part_of_the_agreement(dce):

@@ -12,12 +12,12 @@ class Ranks:
     """The processes of a group, of all dimensions of a DeviceMesh, or of several groups that span such a grid, slowest first."""
 
     def __init__(self, name, group):
-        if isinstance(group, (list, tuple)):
-            self.groups = list(group)
-        elif group is not None and hasattr(group, "get_all_groups"):  # a DeviceMesh
-            self.groups = group.get_all_groups()
-        elif group is None or isinstance(group, dist.ProcessGroup):
+        if group is None or isinstance(group, dist.ProcessGroup):
             self.groups = [group]
+        elif isinstance(group, (list, tuple)):
+            self.groups = list(group)
+        elif hasattr(group, "get_all_groups"):  # a DeviceMesh
+            self.groups = group.get_all_groups()
         else:
             raise TypeError(f"{name}: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
         self.size, self.rank = 1, 0
@@ -92,33 +92,32 @@ def raise_together(problem, tokens):
 class Finding(NamedTuple):
     """The first row that a rank cannot stand for."""
 
-    process: int
+    process: int  # rank in the default group
     row: int
-    message: str
-    target: int
+    target: int  # this rank's
+    message: Optional[str]  # None: the ranks have different targets
 
 
 def find_wrong_row(words, status, target, ignore_index):
     """A Finding, or None, from summed words and the row status. Waits for the device."""
     rows = target.numel()
-    digits, disagree = words[: check.WORDS * rows].view(rows, check.WORDS), words[(check.WORDS + 1) * rows :]
-    wrong = (status & check.WRONG | disagree.ne(0)).nonzero()
+    digits, agreement = words[: check.WORDS * rows].view(rows, check.WORDS), words[(check.WORDS + 1) * rows :]
+    wrong = (status & check.WRONG | agreement.ne(0)).nonzero()
     if wrong.numel() == 0:
         return None
     row = int(wrong[0])
-    flags, word = int(status[row]), int(digits[row, 6])
-    if int(disagree[row]) != 0:
-        message = "the ranks have different targets"
+    flags, faults, columns, own = int(status[row]), int(digits[row, 6]) >> 32, int(digits[row, 6]) & 0xFFFFFFFF, int(target[row])
+    if int(agreement[row]) != 0:
+        message = None
     elif flags & check.ABOVE_MAXIMUM:
-        message = f"{word >> 32} logits above the maximum that this rank was given, or NaN; the maximum is stale"
+        message = f"logits_shard: row {row}: {faults} logits above the maximum that their rank was given, or NaN; the maximum is stale"
     elif flags & (check.BAD_COVER | check.BAD_COLUMNS):
-        message = f"the ranks' {word & 0xFFFFFFFF} columns do not cover the vocabulary once each, or were summed for different maxima"
+        message = f"logits_shard: row {row}: the ranks' {columns} columns do not cover the vocabulary once each, or were summed for different maxima"
     elif flags & check.BAD_DIGITS:
-        message = "no logits have these digits with this maximum and target"
+        message = f"logits_shard: row {row}: no logits have these digits with this maximum and target"
     else:
-        message = f"expected 0 <= target < {word & 0xFFFFFFFF} or ignore_index = {ignore_index}, got {int(target[row])}"
-    name = "targets" if int(disagree[row]) != 0 or flags & check.BAD_TARGET else "logits_shard"
-    return Finding(dist.get_rank(), row, f"{name}: row {row}: {message}", int(target[row]))
+        message = f"targets: row {row} has {own}, expected 0 <= target < {columns} or ignore_index = {ignore_index}"
+    return Finding(dist.get_rank(), row, own, message)
 
 
 def rows_problem(findings):
@@ -126,12 +125,10 @@ def rows_problem(findings):
     found = [f for f in findings if f is not None]
     if not found:
         return None
-    message = found[0].message
-    if "different targets" in message:
-        message += ": " + ", ".join(f"rank {f.process} has {f.target}" for f in found)
-    else:
-        message += f" (found by rank{'s' if len(found) > 1 else ''} {', '.join(str(f.process) for f in found)})"
-    return ValueError(message)
+    if found[0].message is None:
+        held = ", ".join(f"rank {f.process} has {f.target}" for f in found)
+        return ValueError(f"targets: row {found[0].row}: the ranks have different targets: {held}")
+    return ValueError(f"{found[0].message} (found by rank {', '.join(str(f.process) for f in found)})")
 
 
 __all__ = ["Finding", "Ranks", "Shard", "find_wrong_row", "raise_together", "rows_problem", "shards_problem"]

@@ -85,8 +85,8 @@ def vocab_parallel_cross_entropy(
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
         ignore_index: as in ``cross_entropy``.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
-            both groups alike, at the cost of a few messages and a wait for the device. False: they give NaN, in loss and gradient; different numbers of tokens
-            then are an error of the backend, or a hang. None (default): True on the CPU.
+            both groups alike, at the cost of a few messages and a wait for the device. False: they give NaN, in loss and gradient; but different numbers of tokens are an
+            error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
 
     Returns:
         float32 loss in nats: a scalar, or the shape of targets for "none". Differentiable once.
