@@ -28,6 +28,8 @@ struct Shard {
   int64_t lo, hi, start;
 };
 
+struct Agreement;  // ranks.h
+
 // What finalize writes, one a row.
 struct RowOutputs {
   float* loss;
@@ -52,7 +54,16 @@ struct Upstream {
 #define DCE_BACKEND_FUNCTIONS(Context)                                                                                               \
   void row_max(const Logits&, const Shard&, float* out, Context);                                                                    \
   void denom_digits(const Logits&, const float* row_max, const Shard&, int64_t* digits, Context);                                    \
-  void finalize(const int64_t* digits, const Logits&, const Targets&, const float* row_max, const RowOutputs&, Context);             \
+  /* columns: of the vocabulary, or -1: what word 6 says */                                                                          \
+  void finalize(const int64_t* digits, const float* target_logits, const Targets&, const float* row_max, int64_t rows,               \
+                int64_t columns, const RowOutputs&, Context);                                                                        \
+  /* between ranks (ranks.h): images of maxima; from their maximum, the maxima and two words a row; from summed words, the targets   \
+     that all ranks have, in the dtype of targets, and their logits */                                                               \
+  void order_images(const float* x, int64_t rows, int32_t* image, Context);                                                          \
+  void rank_words(const Logits&, const Targets&, const int32_t* image, const Shard&, const Agreement&, float* row_max,               \
+                  int64_t* owner, int64_t* agreement, Context);                                                                      \
+  void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets&, int64_t rows, void* settled,                   \
+                      float* target_logits, Context);                                                                                \
   /* all stages over one tensor */                                                                                                   \
   void forward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, Context);                           \
   /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can; for a mean, the count is in   \

@@ -5,9 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include "backend.h"
-#include "digits.h"
-#include "sums.h"
+#include "ranks.h"
 
 #if defined(CUDA_KERNEL)
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -125,15 +123,57 @@ Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, in
   return digits;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index) {
-  const Logits x = view_vocabulary(logits);
-  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
-  const float* max = float_rows(rowmax, "global_rowmax", logits, x.rows);
-  check_vector(digits, "den_digits", logits, x.rows);
-  STD_TORCH_CHECK(digits.dim() == 2 && digits.size(1) == kWords && digits.scalar_type() == ScalarType::Long, "den_digits: expected int64 [N, ", kWords, "]");
-  const RowTensors out(logits, x.rows);
-  if (x.rows > 0) DCE_CALL(logits, finalize, digits.const_data_ptr<int64_t>(), x, t, max, out.view());
+std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index,
+                                                    int64_t columns) {
+  const int64_t rows = digits.size(0);
+  STD_TORCH_CHECK(digits.dim() == 2 && digits.size(1) == kWords && digits.scalar_type() == ScalarType::Long && digits.is_contiguous(),
+                  "den_digits: expected contiguous int64 [N, ", kWords, "]");
+  STD_TORCH_CHECK(columns >= -1 && columns < (int64_t{1} << 31), "columns: expected -1 <= columns < 2^31, got ", columns);
+  const Targets t = view_targets(targets, digits, rows, ignore_index);
+  const float* x = float_rows(target_logits, "target_logits", digits, rows);
+  const float* max = float_rows(rowmax, "global_rowmax", digits, rows);
+  const RowTensors out(digits, rows);
+  if (rows > 0) DCE_CALL(digits, finalize, digits.const_data_ptr<int64_t>(), x, t, max, rows, columns, out.view());
   return {out.loss, out.denom, out.state, out.status};
+}
+
+Tensor order_images(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 1, "x: expected float32 [N]");
+  const float* values = float_rows(x, "x", x, x.size(0));
+  Tensor images = empty(x, {x.size(0)}, ScalarType::Int);
+  if (x.size(0) > 0) DCE_CALL(x, order_images, values, x.size(0), images.mutable_data_ptr<int32_t>());
+  return images;
+}
+
+std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start) {
+  const Logits x = view_logits(logits);
+  const Shard own = shard(x, 0, x.columns, v_start);
+  const Targets t = view_targets(targets, logits, x.rows, ignore_index);
+  check_vector(images, "images", logits, x.rows);
+  STD_TORCH_CHECK(images.dim() == 1 && images.scalar_type() == ScalarType::Int, "images: expected int32 [N]");
+  uint64_t salt = 0;
+  for (const int64_t common : {ignore_index, mode, x.rows}) salt = mix64(salt + static_cast<uint64_t>(common));
+  Tensor words = empty(logits, {(kWords + kRankWords) * x.rows}, ScalarType::Long);
+  Tensor max = empty(logits, {x.rows}, ScalarType::Float);
+  if (x.rows > 0) {
+    int64_t* digits = words.mutable_data_ptr<int64_t>();
+    int64_t* owner = digits + kWords * x.rows;
+    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, Agreement{salt, weight}, max.mutable_data_ptr<float>(), owner, owner + x.rows);
+    DCE_CALL(logits, denom_digits, x, max.const_data_ptr<float>(), own, digits);
+  }
+  return {words, max};
+}
+
+std::tuple<Tensor, Tensor> settle_targets(const Tensor& words, const Tensor& targets, int64_t ignore_index) {
+  const int64_t rows = targets.size(0);
+  check_vector(words, "words", targets, (kWords + kRankWords) * rows);
+  STD_TORCH_CHECK(words.dim() == 1 && words.scalar_type() == ScalarType::Long, "words: expected int64 [", kWords + kRankWords, " N]");
+  const Targets t = view_targets(targets, words, rows, ignore_index);
+  Tensor settled = empty(targets, {rows}, targets.scalar_type());
+  Tensor target_logits = empty(targets, {rows}, ScalarType::Float);
+  const int64_t* owner = words.const_data_ptr<int64_t>() + kWords * rows;
+  if (rows > 0) DCE_CALL(words, settle_targets, owner, owner + rows, t, rows, settled.mutable_data_ptr(), target_logits.mutable_data_ptr<float>());
+  return {settled, target_logits};
 }
 
 namespace {
@@ -174,7 +214,7 @@ struct GradInputs {
   const double* state;
   Upstream upstream;
   GradInputs(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& row_state, const std::optional<Tensor>& sums, int64_t ignore_index)
-      : x(view_vocabulary(logits)), t(view_targets(targets, logits, x.rows, ignore_index)), max(float_rows(rowmax, "rowmax", logits, x.rows)) {
+      : x(view_logits(logits)), t(view_targets(targets, logits, x.rows, ignore_index)), max(float_rows(rowmax, "rowmax", logits, x.rows)) {
     check_vector(row_state, "state", logits, x.rows);
     STD_TORCH_CHECK(row_state.dim() == 2 && row_state.size(1) == 2 && row_state.scalar_type() == ScalarType::Double, "state: expected float64 [N, 2]");
     state = row_state.const_data_ptr<double>();

@@ -16,8 +16,16 @@ constexpr int64_t kNone = 0, kMean = 1, kSum = 2;
 
 Tensor rowmax(const Tensor& logits, int64_t v_lo, int64_t v_hi);
 Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, int64_t v_hi, int64_t v_start);
-// loss, denom, state, status
-std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index);
+// loss, denom, state, status; target_logits float32 [N]; columns: the vocabulary's, or -1: what the digits say
+std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index,
+                                                    int64_t columns);
+// Between ranks: int32 images, whose integer maximum is the image of the maximum.
+Tensor order_images(const Tensor& x);
+// words, rowmax: all that a rank adds to the others', int64 [10 N] (N x 8 words of denom_digits, N owner's words, N of agreement), and the maxima of the images.
+// mode: any number that the ranks must have in common, beside ignore_index and N; weight: see Agreement.
+std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start);
+// targets, target_logits of summed words
+std::tuple<Tensor, Tensor> settle_targets(const Tensor& words, const Tensor& targets, int64_t ignore_index);
 // out, rowmax, denom, state, sums, status
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index);
 // The same for a mean or a sum, and the gradient for an upstream gradient of 1.

@@ -125,6 +125,9 @@ struct RowResult {
   RowState state;
   int32_t status;
 };
+// The vocabulary's columns as summed words tell them: whether they lie side by side from 0 is for the tag to say.
+DCE_FN int64_t columns_of(const int64_t* words) { return words[kColumnsWord] & 0xFFFFFFFF; }
+
 // words: the row's eight words summed over all shards. x_target is read only if the target is in [0, V) and not ignored.
 DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t target, float x_target, int64_t columns, int64_t ignore_index) {
   const double nan64 = from_bits(uint64_t{0x7FF8000000000000});

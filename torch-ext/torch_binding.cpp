@@ -7,7 +7,10 @@
 STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("rowmax(Tensor logits, int v_lo, int v_hi) -> Tensor");
   ops.def("denom_digits(Tensor logits, Tensor rowmax, int v_lo, int v_hi, int v_start) -> Tensor");
-  ops.def("finalize(Tensor digits, Tensor logits, Tensor targets, Tensor rowmax, int ignore_index) -> (Tensor loss, Tensor denom, Tensor state, Tensor status)");
+  ops.def("finalize(Tensor digits, Tensor target_logits, Tensor targets, Tensor rowmax, int ignore_index, int columns) -> (Tensor loss, Tensor denom, Tensor state, Tensor status)");
+  ops.def("order_images(Tensor x) -> Tensor");
+  ops.def("shard_words(Tensor logits, Tensor targets, Tensor images, int ignore_index, int mode, int weight, int v_start) -> (Tensor words, Tensor rowmax)");
+  ops.def("settle_targets(Tensor words, Tensor targets, int ignore_index) -> (Tensor targets, Tensor target_logits)");
   ops.def("cross_entropy(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status)");
   ops.def("cross_entropy_grad(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status, Tensor grad)");
   ops.def("rescale_grad(Tensor(a!) grad, Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index) -> ()");
@@ -22,6 +25,9 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.impl("rowmax", TORCH_BOX(&dce::rowmax));                         \
   ops.impl("denom_digits", TORCH_BOX(&dce::denom_digits));             \
   ops.impl("finalize", TORCH_BOX(&dce::finalize));                     \
+  ops.impl("order_images", TORCH_BOX(&dce::order_images));             \
+  ops.impl("shard_words", TORCH_BOX(&dce::shard_words));               \
+  ops.impl("settle_targets", TORCH_BOX(&dce::settle_targets));         \
   ops.impl("cross_entropy", TORCH_BOX(&dce::cross_entropy));           \
   ops.impl("cross_entropy_grad", TORCH_BOX(&dce::cross_entropy_grad)); \
   ops.impl("rescale_grad", TORCH_BOX(&dce::rescale_grad));             \

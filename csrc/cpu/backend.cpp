@@ -1,5 +1,5 @@
 // The stages on the CPU: what runs on which thread. A row is one task, or, where rows are few, cut into pieces that compose by addition.
-#include "../backend.h"
+#include "../ranks.h"
 
 #include <torch/csrc/stable/ops.h>
 
@@ -156,12 +156,38 @@ void denom_digits(const Logits& logits, const float* row_max, const Shard& shard
   digits_of_rows(logits, kNoTargets, row_max, shard, digits);
 }
 
-void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context) {
-  with_dtype(logits.dtype, [&](auto type) {
-    parallel(logits.rows, 64, [&](int64_t row) {
-      finalize_one<decltype(type)>(digits + row * kWords, logits, targets, canonical_max(row_max[row]), out, row);
-    });
+void finalize(const int64_t* digits, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns, const RowOutputs& out,
+              Context) {
+  parallel(rows, 64, [&](int64_t row) {
+    const int64_t* words = digits + row * kWords;
+    const int64_t size = columns < 0 ? columns_of(words) : columns;
+    write_row(out, row, finalize_row(words, canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index));
   });
+}
+
+void order_images(const float* x, int64_t rows, int32_t* image, Context) {
+  for (int64_t row = 0; row < rows; ++row) image[row] = order_image(x[row]);
+}
+
+void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* owner,
+                int64_t* agreement, Context) {
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = 0; row < logits.rows; ++row) {
+      const int64_t column = own_column(targets, shard, row);
+      row_max[row] = from_order_image(image[row]);
+      owner[row] = column < 0 ? 0 : kOneOwner + bits(widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]));
+      agreement[row] = agreement_word(agree, target_at(targets, row));
+    }
+  });
+}
+
+void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const Settled s = settle(owner[row], agreement[row], target_at(targets, row), targets.ignore_index);
+    set_target(settled, targets.is_int64, row, s.target);
+    target_logits[row] = s.logit;
+  }
 }
 
 namespace {
@@ -205,12 +231,16 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
 
 }  // namespace
 
-void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, Context context) {
+void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, Context) {
   if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, nullptr, nullptr);
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max_out);
   digits_of_rows(logits, targets, row_max_out, whole, scratch.digits);
-  finalize(scratch.digits, logits, targets, row_max_out, out, context);
+  with_dtype(logits.dtype, [&](auto type) {
+    parallel(logits.rows, 64, [&](int64_t row) {
+      finalize_one<decltype(type)>(scratch.digits + row * kWords, logits, targets, canonical_max(row_max_out[row]), out, row);
+    });
+  });
 }
 
 void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, bool mean, void* grad, Context context) {

@@ -5,8 +5,9 @@ namespace dce {
 namespace cuda {
 namespace {
 
+// Of rows whose logits are all here.
 template <class T>
-__global__ void finalize_kernel(const int64_t* digits, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
+__global__ void finalize_whole_kernel(const int64_t* digits, Logits logits, Targets targets, const float* row_max, RowOutputs out) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (row >= logits.rows) return;
   const int64_t target = target_at(targets, row);
@@ -18,14 +19,29 @@ __global__ void finalize_kernel(const int64_t* digits, Logits logits, Targets ta
   write_row(out, row, finalize_row(words, max, target, x, logits.columns, targets.ignore_index));
 }
 
+__global__ void finalize_kernel(const int64_t* digits, const float* target_logits, Targets targets, const float* row_max, int64_t rows, int64_t columns, RowOutputs out) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (row >= rows) return;
+  const int64_t* words = digits + row * kWords;
+  const int64_t size = columns < 0 ? columns_of(words) : columns;
+  write_row(out, row, finalize_row(words, canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index));
+}
+
+constexpr int kThreads = 64;
+unsigned blocks_of(int64_t rows) { return static_cast<unsigned>((rows + kThreads - 1) / kThreads); }
+
+void finalize_whole(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
+  with_dtype(logits.dtype, [&](auto type) {
+    finalize_whole_kernel<decltype(type)><<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(digits, logits, targets, row_max, out);
+  });
+  check(cudaGetLastError(), "finalize");
+}
+
 }  // namespace
 
-void finalize(const int64_t* digits, const Logits& logits, const Targets& targets, const float* row_max, const RowOutputs& out, Context context) {
-  constexpr int kThreads = 64;
-  with_dtype(logits.dtype, [&](auto type) {
-    finalize_kernel<decltype(type)>
-        <<<static_cast<unsigned>((logits.rows + kThreads - 1) / kThreads), kThreads, 0, stream_of(context)>>>(digits, logits, targets, row_max, out);
-  });
+void finalize(const int64_t* digits, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns, const RowOutputs& out,
+              Context context) {
+  finalize_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(digits, target_logits, targets, row_max, rows, columns, out);
   check(cudaGetLastError(), "finalize");
 }
 
@@ -34,7 +50,7 @@ void forward(const Logits& logits, const Targets& targets, const Scratch& scratc
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max, context);
   accumulate(logits, targets, row_max, whole, scratch.digits, false, context);
-  finalize(scratch.digits, logits, targets, row_max, out, context);
+  finalize_whole(scratch.digits, logits, targets, row_max, out, context);
 }
 
 void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, bool mean, void* grad, Context context) {

@@ -4,9 +4,10 @@ The specification of every bit is docs/SPEC.md of the repository; ``spec_version
 """
 
 from . import _registration  # noqa: F401  (fake kernels and autograd formulas of the ops)
-from . import audit, curve, golden, layers
+from . import audit, curve, distributed, golden, layers, megatron, transformer_engine
 from .audit import SelfTest, digest, self_test
 from .curve import LossCurve
+from .distributed import data_parallel_cross_entropy, reduce_losses, vocab_parallel_cross_entropy
 from .functional import (
     carry_digits,
     cross_entropy,
@@ -21,6 +22,15 @@ from .functional import (
 
 spec_version = 1
 
+
+def __getattr__(name):
+    if name == "dtensor":  # on demand: it imports torch.distributed.tensor
+        import importlib
+
+        return importlib.import_module(f"{__name__}.dtensor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "LossCurve",
     "SelfTest",
@@ -28,16 +38,23 @@ __all__ = [
     "carry_digits",
     "cross_entropy",
     "curve",
+    "data_parallel_cross_entropy",
     "denom_digits",
     "digest",
+    "distributed",
+    "dtensor",
     "finalize",
     "forward",
     "golden",
     "grad_logits",
     "layers",
     "loss_digits",
+    "megatron",
     "reduce_digits",
+    "reduce_losses",
     "rowmax",
     "self_test",
     "spec_version",
+    "transformer_engine",
+    "vocab_parallel_cross_entropy",
 ]

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import forward_ad
 
-from ._registration import MEAN, NONE, SUM, SUM_WORDS, WORDS
+from ._registration import COUNT_WORD, MEAN, NONE, SUM, SUM_WORDS, WORDS  # noqa: F401
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -11,7 +11,7 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 # Bits of the status that the ops report for each row (csrc/row.h, RowStatus).
 IGNORED, BAD_TARGET, DEGENERATE, BAD_COLUMNS, BAD_COVER, ABOVE_MAXIMUM, BAD_DIGITS = (1 << i for i in range(7))
-_WRONG = BAD_TARGET | BAD_COLUMNS | BAD_COVER | ABOVE_MAXIMUM | BAD_DIGITS
+WRONG = BAD_TARGET | BAD_COLUMNS | BAD_COVER | ABOVE_MAXIMUM | BAD_DIGITS
 
 
 def _names(dtypes):
@@ -39,21 +39,25 @@ def integer(name, value):
     return value
 
 
-def _rows(logits):
+def _rows(logits, name="logits"):
     """logits [..., V] as rows [N, V] with adjacent columns; a view wherever the layout has one."""
-    tensor("logits", logits, LOGITS_DTYPES)
+    tensor(name, logits, LOGITS_DTYPES)
     if logits.layout != torch.strided:
-        raise ValueError(f"logits: expected a dense tensor, got layout {logits.layout}")
+        raise ValueError(f"{name}: expected a dense tensor, got layout {logits.layout}")
     if logits.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"logits: expected on cpu or cuda, got {logits.device}")
+        raise ValueError(f"{name}: expected on cpu or cuda, got {logits.device}")
     if logits.dim() == 0:
-        raise ValueError(f"logits: expected [..., V], got shape {tuple(logits.shape)}")
+        raise ValueError(f"{name}: expected [..., V], got shape {tuple(logits.shape)}")
     if logits.shape[-1] >= 2**31:
-        raise ValueError(f"logits: expected V < 2**31, got V = {logits.shape[-1]}")
+        raise ValueError(f"{name}: expected V < 2**31, got V = {logits.shape[-1]}")
     rows = logits.flatten(0, -2) if logits.dim() > 2 else logits.unsqueeze(0) if logits.dim() == 1 else logits
     if rows.shape[1] > 1 and rows.stride(1) != 1:
         rows = rows.contiguous()
     return rows
+
+
+def is_dtensor(logits):
+    return type(logits) is not torch.Tensor and hasattr(logits, "device_mesh")
 
 
 def no_tangent(logits):
@@ -75,6 +79,13 @@ def logits_rows(logits):
     no_tangent(logits)
     if rows.shape[1] == 0:
         raise ValueError(f"logits: expected [..., V] with V >= 1, got shape {tuple(logits.shape)}")
+    return rows
+
+
+def rank_rows(logits_shard):
+    """Rows of one rank's columns, inside autograd. V may be 0."""
+    rows = _rows(logits_shard, "logits_shard")
+    no_tangent(logits_shard)
     return rows
 
 
@@ -139,6 +150,11 @@ def may_overwrite(inplace_backward, logits, rows):
     return True
 
 
+def no_smoothing(label_smoothing):
+    if label_smoothing != 0:
+        raise NotImplementedError(f"label_smoothing: expected 0, got {label_smoothing!r}; smoothing is not implemented")
+
+
 def wants_validation(validate, logits):
     """None: where looking costs no synchronisation, that is on the CPU and not while torch.compile traces."""
     if validate is None:
@@ -148,9 +164,16 @@ def wants_validation(validate, logits):
     return validate
 
 
+def validates_ranks(validate, logits_shard):
+    """As wants_validation, of a value that may still be wrong itself."""
+    if validate is None and not isinstance(logits_shard, torch.Tensor):
+        return True
+    return wants_validation(validate, logits_shard)
+
+
 def raise_for_status(status, targets, size, ignore_index, words=None):
     """ValueError for the first row whose target or shards are wrong. Waits for the device."""
-    wrong = (status & _WRONG).nonzero()
+    wrong = (status & WRONG).nonzero()
     if wrong.numel() == 0:
         return
     row = int(wrong[0])

@@ -6,7 +6,9 @@ from ._ops import add_op_namespace_prefix, ops
 
 NONE, MEAN, SUM = 0, 1, 2  # reductions of ops.cross_entropy
 WORDS = 8  # int64 words a row (SPEC 4)
+RANK_WORDS = 2  # more of them between ranks (SPEC 11)
 SUM_WORDS = 12  # int64 words a batch (SPEC 8)
+COUNT_WORD = 9  # of these, the one that counts rows
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rowmax"))
@@ -29,9 +31,25 @@ def _row_outputs(logits):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("finalize"))
-def _(digits, logits, targets, rowmax, ignore_index):
-    denom, state, status = _row_outputs(logits)
-    return logits.new_empty(logits.shape[0], dtype=torch.float32), denom, state, status
+def _(digits, target_logits, targets, rowmax, ignore_index, columns):
+    denom, state, status = _row_outputs(digits)
+    return digits.new_empty(digits.shape[0], dtype=torch.float32), denom, state, status
+
+
+@torch.library.register_fake(add_op_namespace_prefix("order_images"))
+def _(x):
+    return torch.empty_like(x, dtype=torch.int32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("shard_words"))
+def _(logits, targets, images, ignore_index, mode, weight, v_start):
+    rows = logits.shape[0]
+    return logits.new_empty((WORDS + RANK_WORDS) * rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("settle_targets"))
+def _(words, targets, ignore_index):
+    return torch.empty_like(targets), torch.empty_like(targets, dtype=torch.float32)
 
 
 def _fake_cross_entropy(logits, targets, reduction, ignore_index):

@@ -30,8 +30,14 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, inpla
     Raises:
         TypeError, ValueError: naming the argument and what it got.
 
-    Source: docs/SPEC.md, sections 6 to 8.
+    DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8.
     """
+    if check.is_dtensor(logits):
+        from . import dtensor
+
+        if inplace_backward:
+            raise NotImplementedError("inplace_backward: not for DTensor logits")
+        return dtensor.cross_entropy(logits, targets, reduction, ignore_index=ignore_index, validate=validate)
     rows = check.logits_rows(logits)
     target = check.target_rows(targets, logits)
     mode = check.reduction(reduction)
@@ -111,7 +117,9 @@ def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validat
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
     check.integer("ignore_index", ignore_index)
     validated = check.wants_validation(validate, logits)
-    loss, denom, state, status = ops.finalize(words, rows, target, maximum, ignore_index)
+    readable = target.clamp(0, rows.shape[1] - 1).long()
+    target_logits = rows.gather(1, readable.unsqueeze(1)).squeeze(1).float()
+    loss, denom, state, status = ops.finalize(words, target_logits, target, maximum, ignore_index, rows.shape[1])
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index, words)
     return rows, target, maximum, loss, denom, state

@@ -1,0 +1,58 @@
+// What ranks exchange beside digits, one row a thread (ranks.h).
+#include "../ranks.h"
+#include "launch.h"
+
+namespace dce {
+namespace cuda {
+namespace {
+
+constexpr int kThreads = 256;
+unsigned blocks_of(int64_t rows) { return static_cast<unsigned>((rows + kThreads - 1) / kThreads); }
+__device__ __forceinline__ int64_t own_row() { return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; }
+
+__global__ void order_images_kernel(const float* x, int64_t rows, int32_t* image) {
+  const int64_t row = own_row();
+  if (row < rows) image[row] = order_image(x[row]);
+}
+
+template <class T>
+__global__ void rank_words_kernel(Logits logits, Targets targets, const int32_t* image, Shard shard, Agreement agree, float* row_max, int64_t* owner, int64_t* agreement) {
+  const int64_t row = own_row();
+  if (row >= logits.rows) return;
+  const int64_t column = own_column(targets, shard, row);
+  row_max[row] = from_order_image(image[row]);
+  owner[row] = column < 0 ? 0 : kOneOwner + bits(widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]));
+  agreement[row] = agreement_word(agree, target_at(targets, row));
+}
+
+__global__ void settle_targets_kernel(const int64_t* owner, const int64_t* agreement, Targets targets, int64_t rows, void* settled, float* target_logits) {
+  const int64_t row = own_row();
+  if (row >= rows) return;
+  const Settled s = settle(owner[row], agreement[row], target_at(targets, row), targets.ignore_index);
+  set_target(settled, targets.is_int64, row, s.target);
+  target_logits[row] = s.logit;
+}
+
+}  // namespace
+
+void order_images(const float* x, int64_t rows, int32_t* image, Context context) {
+  order_images_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(x, rows, image);
+  check(cudaGetLastError(), "order_images");
+}
+
+void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* owner,
+                int64_t* agreement, Context context) {
+  with_dtype(logits.dtype, [&](auto type) {
+    rank_words_kernel<decltype(type)>
+        <<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(logits, targets, image, shard, agree, row_max, owner, agreement);
+  });
+  check(cudaGetLastError(), "shard_words");
+}
+
+void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context context) {
+  settle_targets_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(owner, agreement, targets, rows, settled, target_logits);
+  check(cudaGetLastError(), "settle_targets");
+}
+
+}  // namespace cuda
+}  // namespace dce

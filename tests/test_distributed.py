@@ -1,0 +1,799 @@
+"""Real processes over gloo: the bytes of one device at every world size, and never a plausible number when the ranks do not agree.
+
+Eight processes are started once and run all cases, in subgroups of 1, 2, 3, 4 and 8; each test looks at what they sent back.
+"""
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import ExplicitRedistributionContext
+
+import processes
+from cases import DTYPES, INF, NAN
+from conftest import ROOT, load_kernel
+
+WORLDS = [1, 2, 3, 4, 8]
+N, V = 24, 211                                                  # a prime: no world size cuts it evenly
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def example():
+    spec = importlib.util.spec_from_file_location("tensor_parallel_lm", ROOT / "examples" / "tensor_parallel_lm.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs, and ways to cut them
+
+
+def batch(kind, dtype):
+    """Logits [N, V], targets [N] and an upstream gradient [N]; "special" has rows of every kind that is NaN or infinite."""
+    generator = torch.Generator().manual_seed(5)
+    logits = torch.randn(N, V, generator=generator) * 4
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[[3, 17]] = -100
+    targets[4], targets[5] = 0, V - 1
+    if kind == "special":
+        logits[0, V - 1] = NAN                                  # only the last rank has it
+        logits[1, 0] = INF
+        logits[2] = -INF
+        logits[3] = NAN                                         # ignored
+        logits[6, targets[6]] = -INF
+        logits[7, ::2] = -INF
+        logits[8] = torch.linspace(2.0 ** 21, 2.0 ** 21 + 60, V)
+        logits[9, targets[9]] = 90.0
+        logits[10] = -0.0
+        logits[11] = -3e4
+    return logits.to(DTYPES[dtype]), targets, torch.linspace(-1, 2, N)
+
+
+def chunks(total, world):
+    """As torch.chunk and DTensor cut: the last ranks may have less, or nothing."""
+    width = -(-total // world)
+    return [(min(r * width, total), min((r + 1) * width, total)) for r in range(world)]
+
+
+def cuts_of(total, world):
+    """Named lists of (first, last) columns by rank."""
+    inner = [0, 1, 1, total // 3, total // 2, total // 2 + 1, total - 1][: world - 1]
+    bounds = [0, *inner, total]
+    uneven = list(zip(bounds, bounds[1:]))
+    return {"even": chunks(total, world), "uneven": uneven, "shuffled": uneven[::-2] + uneven[-2::-2]}
+
+
+KINDS = [("plain", dtype, reduction) for dtype in DTYPES for reduction in REDUCTIONS] + [("special", dtype, "none") for dtype in DTYPES]
+
+
+def run_one(dce, kind, dtype, reduction, cut, index, **kw):
+    logits, targets, upstream = batch(kind, dtype)
+    leaf = logits[:, cut[0] : cut[1]].clone().requires_grad_()
+    if index % 2:                                               # a slice of something wider, and int32
+        leaf = torch.cat([logits[:, cut[0] : cut[1]], torch.full((N, 3), 99.0, dtype=logits.dtype)], 1).requires_grad_()
+        targets = targets.int()
+    out = dce.vocab_parallel_cross_entropy(leaf[:, : cut[1] - cut[0]], targets, reduction, vocab_start=cut[0], **kw)
+    out.backward(upstream if reduction == "none" else torch.tensor(0.7))
+    return out.detach(), leaf.grad[:, : cut[1] - cut[0]]
+
+
+def reference(dce, kind, dtype, reduction):
+    logits, targets, upstream = batch(kind, dtype)
+    leaf = logits.requires_grad_()
+    out = dce.cross_entropy(leaf, targets, reduction)
+    out.backward(upstream if reduction == "none" else torch.tensor(0.7))
+    return dce.digest(out), dce.digest(leaf.grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the processes run. Each returns {name: what this rank saw}.
+
+
+def every_cut(dce, rank, groups):
+    seen = {}
+    for world in WORLDS:
+        if rank >= world:
+            continue
+        for name, cuts in cuts_of(V, world).items():
+            for index, kind in enumerate(KINDS):
+                out, grad = run_one(dce, *kind, cuts[rank], index, group=groups[world], validate=index % 3 == 0)
+                seen[world, name, kind] = dce.digest(out), cuts[rank][0], grad.view(torch.uint8).numpy() if grad.numel() else np.zeros((N, 0), np.uint8)
+    return seen
+
+
+def training(dce, rank, groups):
+    lm, seen = example(), {}
+    for world in WORLDS:
+        if rank < world:
+            for name in ("even", "shuffled") if world in (3, 8) else ("even",):
+                seen[world, name] = lm.train(dce, cuts_of(lm.VOCABULARY, world)[name][rank], groups[world], layers=1)
+    return seen
+
+
+SMALL_N, SMALL_V = 6, 30
+SMALL = torch.randn(SMALL_N, SMALL_V, generator=torch.Generator().manual_seed(3)) * 3
+SMALL_TARGETS = torch.tensor([0, 29, 12, -100, 10, 19])
+
+
+def wrong_arguments(rank, case):
+    """(logits_shard, targets, keywords) of one of three ranks."""
+    start, width, targets, kw = 10 * rank, 10, SMALL_TARGETS.clone(), {}
+    if case == "overlap":
+        start = [0, 9, 20][rank]
+    elif case == "gap":
+        start = [0, 11, 20][rank]
+    elif case == "doubled":
+        start = [0, 0, 10][rank]
+    elif case == "missing":
+        width = [10, 0, 10][rank]
+    elif case == "late start":
+        start = 10 * rank + 1
+    elif case == "unequal":
+        width, start = [10, 13, 7][rank], None
+    elif case == "target":
+        targets[4] += rank == 2
+    elif case == "ignored on one rank":
+        targets[2] = -100 if rank == 1 else targets[2]
+    elif case == "ignored on all but one":
+        targets[3] = 5 if rank == 0 else -100
+    elif case == "swapped rows" and rank == 0:
+        targets[[0, 1]] = targets[[1, 0]]
+    elif case == "ignore_index":
+        kw["ignore_index"] = -1 if rank == 1 else -100
+    elif case == "target out of range":
+        targets[1] = SMALL_V
+    elif case == "negative target":
+        targets[1] = -5
+    first = [0, 10, 23][rank] if case == "unequal" else 10 * rank
+    return SMALL[:, first : first + width], targets, {"vocab_start": start, **kw}
+
+
+WRONG = {
+    # case: (rows that are NaN, None for all; what the error says)
+    "overlap": (None, r"logits_shard: rank 0 and rank 1 both hold columns 9 to 10"),
+    "gap": (None, r"logits_shard: no rank holds columns 10 to 11, between rank 0 and rank 1"),
+    "doubled": (None, r"logits_shard: rank 0 and rank 1 both hold columns 0 to 10"),
+    "missing": (None, r"logits_shard: no rank holds columns 10 to 20, between rank 0 and rank 2"),
+    "late start": (None, r"logits_shard: no rank holds columns 0 to 1, before rank 0"),
+    "unequal": (None, r"logits_shard: no rank holds columns 10 to 13, between rank 0 and rank 1"),
+    "target": ([4], r"targets: row 4: the ranks have different targets: rank 0 has 10, rank 1 has 10, rank 2 has 11"),
+    "ignored on one rank": ([2], r"targets: row 2: .*different.*: rank 0 has 12, rank 1 has -100, rank 2 has 12"),
+    "ignored on all but one": ([3], r"targets: row 3: .*different.*: rank 0 has 5, rank 1 has -100, rank 2 has -100"),
+    "swapped rows": ([0, 1], r"targets: row 0: .*different.*: rank 0 has 29, rank 1 has 0, rank 2 has 0"),
+    "ignore_index": (None, r"ignore_index: rank 1 has -1, rank 0 has -100"),
+    "target out of range": ([1], r"targets: row 1 has 30, expected 0 <= target < 30 or ignore_index = -100 \(found by rank 0, 1, 2\)"),
+    "negative target": ([1], r"targets: row 1 has -5, expected 0 <= target < 30 or ignore_index = -100"),
+}
+
+
+def wrong(dce, rank, groups):
+    if rank >= 3:
+        return {}
+    seen, group = {}, groups[3]
+    for case in WRONG:
+        for reduction in ("none", "mean"):
+            x, targets, kw = wrong_arguments(rank, case)
+            leaf = x.clone().requires_grad_()
+            out = dce.vocab_parallel_cross_entropy(leaf, targets, reduction, group=group, validate=False, **kw)
+            out.sum().backward()
+            seen[case, reduction] = out.detach(), leaf.grad
+        seen[case, "error"] = error_of(lambda: dce.vocab_parallel_cross_entropy(x, targets, group=group, validate=True, **kw))
+    return seen
+
+
+def error_of(call):
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return None
+
+
+def wrong_only_with_validate(dce, rank, groups):
+    """What would hang, or fail in the backend, if nobody looked first."""
+    if rank >= 3:
+        return {}
+    x, t, parallel, group = SMALL[:, 10 * rank : 10 * rank + 10], SMALL_TARGETS, dce.vocab_parallel_cross_entropy, groups[3]
+    calls = {
+        "rows": lambda: parallel(x[: 6 - rank], t[: 6 - rank], group=group),
+        "dtype": lambda: parallel(x.bfloat16() if rank == 2 else x, t, group=group),
+        "reduction": lambda: parallel(x, t, "sum" if rank == 1 else "mean", group=group),
+        "float64": lambda: parallel(x.double() if rank == 1 else x, t, group=group),
+        "shape": lambda: parallel(x, t[:5] if rank == 2 else t, group=group),
+        "not a tensor": lambda: parallel(None if rank == 0 else x, t, group=group),
+        "vocab_start": lambda: parallel(x, t, group=group, vocab_start=-1 if rank == 1 else 10 * rank),
+        "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=groups[3]),
+        "no columns": lambda: parallel(x[:, :0], t, group=group),
+        "group": lambda: parallel(x, t, group=3),
+        "good": lambda: parallel(x, t, group=group),
+    }
+    return {name: error_of(call) for name, call in calls.items()}
+
+
+def lying_maximum(dce, rank, groups):
+    """The all-reduce of the maxima goes wrong on its way: one rank keeps its own ("stale"); a NaN is lost ("NaN lost"), as a float maximum may do."""
+    if rank >= 3:
+        return {}
+    seen, Ranks = {}, dce._ranks.Ranks
+    x = SMALL[:, 10 * rank : 10 * rank + 10].clone()
+    honest = Ranks.all_reduce
+    for case in ("stale", "NaN lost"):
+        shard = x.clone()
+        if case == "NaN lost" and rank == 2:
+            shard[4, 3] = NAN
+
+        def all_reduce(self, tensor, op=dist.ReduceOp.SUM):
+            own = tensor.clone()
+            if op != dist.ReduceOp.MAX:
+                return honest(self, tensor, op)
+            if case == "NaN lost":
+                tensor[tensor == 0x7FC00000] = 0
+            honest(self, tensor, op)
+            return own if case == "stale" and rank == 1 else tensor
+
+        Ranks.all_reduce = all_reduce
+        try:
+            leaf = shard.clone().requires_grad_()
+            out = dce.vocab_parallel_cross_entropy(leaf, SMALL_TARGETS, "none", group=groups[3], validate=False)
+            out.sum().backward()
+            seen[case] = out.detach(), leaf.grad
+            seen[case, "error"] = error_of(lambda: dce.vocab_parallel_cross_entropy(shard, SMALL_TARGETS, group=groups[3], validate=True))
+        finally:
+            Ranks.all_reduce = honest
+    return seen
+
+
+def spread(total, parts):
+    """Uneven (first, last) token ranges, one of them empty where there are three or more."""
+    bounds = [0, *[5, 5, 16, 17, 20, 21, 23][: parts - 1], total]
+    return list(zip(bounds, bounds[1:]))
+
+
+def token_ranks(dce, rank, groups):
+    """Data parallel alone, and dp x tp: {(dp, tp, reduction): (loss, tokens, columns, gradient)}."""
+    seen = {}
+    for dp, tp in ((1, 1), (2, 1), (3, 1), (8, 1), (1, 4), (2, 2), (4, 2), (2, 4)):
+        mesh = DeviceMesh("cpu", torch.arange(dp * tp).view(dp, tp), mesh_dim_names=("dp", "tp"))
+        if rank >= dp * tp:
+            continue
+        (a, b), (lo, hi) = spread(N, dp)[mesh.get_local_rank("dp")], cuts_of(V, tp)["uneven"][mesh.get_local_rank("tp")]
+        for kind in KINDS[:9]:
+            logits, targets, _ = batch(*kind[:2])
+            if kind[2] == "none":
+                continue
+            leaf = logits[a:b, lo:hi].clone().requires_grad_()
+            if tp == 1 and kind[1] == "bf16":
+                out = dce.data_parallel_cross_entropy(leaf, targets[a:b], kind[2], group=mesh.get_group("dp"))
+            else:
+                out = dce.vocab_parallel_cross_entropy(leaf, targets[a:b], kind[2], group=mesh["tp"], vocab_start=lo, dp_group=mesh["dp"])
+            out.backward(torch.tensor(0.7))
+            losses = dce.cross_entropy(logits[a:b], targets[a:b], "none")
+            elsewhere = losses.clone().requires_grad_()
+            again = dce.reduce_losses(elsewhere, targets[a:b], kind[2], group=mesh.get_group("dp"))
+            again.backward()
+            seen[dp, tp, kind] = out.detach(), again.detach(), elsewhere.grad, (a, b), (lo, hi), leaf.grad.float()
+    return seen
+
+
+def token_ranks_go_wrong(dce, rank, groups):
+    """One bad target, or one bad argument, in one of two replicas of two ranks each."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("dp", "tp"))
+    if rank >= 4:
+        return {}
+    replica, column = mesh.get_local_rank("dp"), mesh.get_local_rank("tp")
+    x, t = SMALL[3 * replica : 3 * replica + 3, 15 * column : 15 * column + 15], SMALL_TARGETS[3 * replica : 3 * replica + 3].clone()
+    t[2] = 30 if replica == 1 else t[2]
+    kw = {"group": mesh["tp"], "dp_group": mesh["dp"]}
+    whole = SMALL[3 * replica : 3 * replica + 3]
+    return {
+        "target": (dce.vocab_parallel_cross_entropy(x, t, validate=False, **kw), error_of(lambda: dce.vocab_parallel_cross_entropy(x, t, **kw))),
+        "argument": error_of(lambda: dce.vocab_parallel_cross_entropy(x.double() if rank == 3 else x, t, **kw)),
+        "data parallel": (dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"], validate=False),
+                          error_of(lambda: dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"]))),
+        "reduction": error_of(lambda: dce.data_parallel_cross_entropy(whole, t, "none", group=mesh["dp"])),
+    }
+
+
+class Scores(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(SMALL[:, :8].t().contiguous())
+
+    def forward(self, h):
+        return h @ self.weight
+
+
+def under_ddp(dce, rank, groups):
+    """The weight's gradient under DistributedDataParallel, with the loss multiplied by the number of ranks, as documented."""
+    if rank >= 2:
+        return None
+    h, t = SMALL.view(12, 15)[:, :8], torch.tensor([0, 1, 2, 3, 4, 5, -100, -100, -100, 2, 1, 0])
+    model = torch.nn.parallel.DistributedDataParallel(Scores(), process_group=groups[2])
+    own = slice(0, 5) if rank == 0 else slice(5, 12)
+    loss = dce.data_parallel_cross_entropy(model(h[own]), t[own], group=groups[2])
+    (loss * 2).backward()
+    whole = Scores()
+    dce.cross_entropy(whole(h), t).backward()
+    return model.module.weight.grad, whole.weight.grad
+
+
+LAYOUTS = {
+    # name: (mesh shape, placements of logits [4, 6, V] with classes last)
+    "vocabulary": ((8,), [Shard(2)]),
+    "vocabulary of 3": ((3,), [Shard(2)]),
+    "tokens": ((4,), [Shard(0)]),
+    "sequence": ((4,), [Shard(1)]),
+    "replicated": ((2,), [Replicate()]),
+    "dp x tp": ((2, 4), [Shard(0), Shard(2)]),
+    "tp x dp": ((4, 2), [Shard(2), Shard(1)]),
+    "hsdp": ((2, 2), [Replicate(), Shard(2)]),
+    "vocabulary twice": ((2, 4), [Shard(2), Shard(2)]),
+    "dp x sp x tp": ((2, 2, 2), [Shard(0), Shard(1), Shard(2)]),
+    "one": ((1,), [Shard(2)]),
+}
+
+
+def dtensors(dce, rank, groups):
+    seen = {}
+    logits, targets, upstream = batch("plain", "fp32")
+    logits, targets, upstream = logits.view(4, 6, V), targets.view(4, 6), upstream.view(4, 6)
+    for name, (shape, placements) in LAYOUTS.items():
+        ranks = torch.Size(shape).numel()
+        mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape))
+        if rank >= ranks:
+            continue
+        for_targets = [p if p in (Shard(0), Shard(1)) else Replicate() for p in placements]
+        placed = targets if all(p == Replicate() for p in for_targets) else distribute_tensor(targets, mesh, for_targets)
+        for reduction in REDUCTIONS:
+            x = distribute_tensor(logits, mesh, placements).requires_grad_()
+            g = distribute_tensor(upstream, mesh, for_targets)
+            with ExplicitRedistributionContext():               # a redistribution of a DTensor is an error here
+                out = dce.cross_entropy(x, placed, reduction, validate=False)
+                out.backward(g if reduction == "none" else None)
+            seen[name, reduction] = out.full_tensor().detach(), x.grad.full_tensor(), list(x.grad.placements) == list(placements), type(out).__name__
+        # as users of torch's loss_parallel write it: classes at 1
+        moved = [Shard({0: 0, 1: 2, 2: 1}[p.dim]) if isinstance(p, Shard) else p for p in placements]
+        x = distribute_tensor(logits.movedim(2, 1).contiguous(), mesh, moved).requires_grad_()
+        with dce.dtensor.loss_parallel():
+            out = torch.nn.functional.cross_entropy(x, placed)
+            plain = torch.nn.functional.cross_entropy(logits[0], targets[0])
+        out.backward()
+        with dce.dtensor.loss_parallel():
+            by_module = torch.nn.CrossEntropyLoss()(x, placed)
+        seen[name, "context"] = out.full_tensor().detach(), x.grad.full_tensor().movedim(1, 2), by_module.full_tensor().detach(), plain
+    return seen
+
+
+def dtensor_errors(dce, rank, groups):
+    mesh, x = DeviceMesh("cpu", torch.arange(2)), SMALL[:, :20].contiguous()
+    if rank >= 2:
+        return {}
+    F, t = torch.nn.functional, SMALL_TARGETS.clamp(max=19)
+    by_class, by_token = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(x, mesh, [Shard(0)])
+    uneven = DTensor.from_local(x[:, 3:] if rank else x[:, :3], mesh, [Shard(1)], run_check=False, shape=x.shape, stride=x.stride())
+
+    def functional(**kw):
+        with dce.dtensor.loss_parallel():
+            return F.cross_entropy(by_class, t, **kw)
+
+    return {
+        "partial": error_of(lambda: dce.cross_entropy(DTensor.from_local(x, mesh, [Partial()], run_check=False), t)),
+        "plain targets": error_of(lambda: dce.cross_entropy(by_token, t)),
+        "placements": error_of(lambda: dce.cross_entropy(by_token, distribute_tensor(t, mesh, [Replicate()]))),
+        "shape": error_of(lambda: dce.cross_entropy(by_class, t[:3])),
+        "not as DTensor cuts": error_of(lambda: dce.cross_entropy(uneven, t)),
+        "not a DTensor": error_of(lambda: dce.dtensor.cross_entropy(x, t)),
+        "class_dim": error_of(lambda: dce.dtensor.cross_entropy(by_class, t, class_dim=2)),
+        "weight": error_of(lambda: functional(weight=torch.ones(20))),
+        "label_smoothing": error_of(lambda: functional(label_smoothing=0.1)),
+        "good": error_of(lambda: functional(label_smoothing=0.0, weight=None)),
+    }
+
+
+def drop_ins(dce, rank, groups):
+    seen = {}
+    if rank >= 3:
+        return seen
+    logits, targets, upstream = batch("plain", "bf16")
+    lo, hi = 70 * rank, 70 * rank + 70                          # equal shards: 210 of the columns
+    targets = torch.where(targets >= 210, 7, targets)
+    x, t, g = (y.view(6, 4, *y.shape[1:]) for y in (logits[:, :210], targets, upstream))    # [s, b, v]
+    for layout in ("contiguous", "transposed", "strided"):
+        if layout == "contiguous":
+            leaf = x[..., lo:hi].clone().requires_grad_()
+            shard = leaf
+        elif layout == "transposed":                            # made as [b, s, v]
+            leaf = x[..., lo:hi].transpose(0, 1).contiguous().requires_grad_()
+            shard = leaf.transpose(0, 1)
+        else:                                                   # made as [v, s, b]
+            leaf = x[..., lo:hi].permute(2, 0, 1).contiguous().requires_grad_()
+            shard = leaf.permute(1, 2, 0)
+        losses = dce.megatron.vocab_parallel_cross_entropy(shard, t, tp_group=groups[3])
+        (grad,) = torch.autograd.grad(losses, shard, g)
+        seen["megatron", layout] = losses.detach(), grad
+        losses = dce.transformer_engine.parallel_cross_entropy(shard, t, 0.0, False, groups[3])
+        (grad,) = torch.autograd.grad(losses, shard, g.t().contiguous().t())
+        seen["te", layout] = losses.detach(), grad
+        loss = dce.transformer_engine.parallel_cross_entropy(shard, t.flatten(), reduce_loss=True, dist_process_group=groups[3])
+        (grad,) = torch.autograd.grad(loss, shard)
+        seen["te mean", layout] = loss.detach(), grad
+    return seen
+
+
+def autograd(dce, rank, groups):
+    """What torch may do with a loss besides backward once."""
+    if rank >= 2:
+        return {}
+    x = SMALL[:, 15 * rank : 15 * rank + 15].clone().requires_grad_()
+
+    def loss(x, validate=False):
+        return dce.vocab_parallel_cross_entropy(x * 1.5, SMALL_TARGETS, group=groups[2], validate=validate)
+
+    out = loss(x, True)
+    first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
+    once = torch.autograd.grad(out, x, create_graph=True)[0]
+    compiled = torch.compile(loss, backend="aot_eager")(x)
+    return {
+        "eager": (out.detach(), first), "again": second, "compiled": (compiled.detach(), torch.autograd.grad(compiled, x)[0]),
+        "second": error_of(lambda: once.sum().backward()),
+        "forward mode": error_of(lambda: torch.func.jvp(loss, (x.detach(),), (x.detach(),))),
+        "no gradient": loss(x.detach()).requires_grad,
+    }
+
+
+PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
+
+
+def worker(rank, world):
+    dce = load_kernel()
+    groups = {w: dist.new_group(list(range(w))) for w in WORLDS}
+    return {part.__name__: part(dce, rank, groups) for part in PARTS}
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return processes.run(worker, max(WORLDS))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_the_bytes_of_one_device(dce, seen, kind, world):
+    expected = reference(dce, *kind)
+    for name in cuts_of(V, world):
+        ranks = [r["every_cut"][world, name, kind] for r in seen[:world]]
+        assert {digest for digest, _, _ in ranks} == {expected[0]}, f"{name}: loss"
+        whole = np.concatenate([grad for _, _, grad in sorted(ranks, key=lambda r: (r[1], r[2].shape[1]))], 1)
+        assert dce.digest(torch.from_numpy(whole)) == expected[1], f"{name}: gradient"
+
+
+def test_twenty_training_steps_are_the_same_bytes(seen):
+    curves = [(world, name, curve) for r in seen for (world, name), curve in r["training"].items()]
+    assert {(world, name) for world, name, _ in curves} == {(w, "even") for w in WORLDS} | {(3, "shuffled"), (8, "shuffled")}
+    first = curves[0][2]
+    assert first.shape == (20,) and first[-1] < first[0] - 0.5 and len(set(first.tolist())) == 20     # it learns: the curve is no constant
+    for world, name, curve in curves:
+        assert torch.equal(curve.view(torch.int32), first.view(torch.int32)), (world, name)
+
+
+@pytest.mark.parametrize("case", list(WRONG))
+def test_ranks_that_do_not_agree(dce, seen, case):
+    rows, message = WRONG[case]
+    right = dce.cross_entropy(SMALL, SMALL_TARGETS, "none")
+    for rank, r in enumerate(seen[:3]):
+        losses, grad = r["wrong"][case, "none"]
+        expect_nan = torch.ones(SMALL_N, dtype=torch.bool)
+        if rows is None:
+            # an ignored row is one on all ranks that agree on it
+            expect_nan = (SMALL_TARGETS != -100) if case != "ignore_index" else expect_nan
+        else:
+            expect_nan[:] = False
+            expect_nan[rows] = True
+        assert torch.equal(losses.isnan(), expect_nan), f"rank {rank}: {losses}"
+        assert torch.equal(losses[~expect_nan], right[~expect_nan])
+        if grad.shape[1]:
+            assert torch.equal(grad.isnan().all(1), expect_nan) and torch.equal(grad.isnan().any(1), expect_nan), f"rank {rank}"
+        assert r["wrong"][case, "mean"][0].isnan()
+    errors = {r["wrong"][case, "error"] for r in seen[:3]}
+    assert len(errors) == 1, errors
+    kind, text = errors.pop()
+    assert kind == "ValueError" and re.search(message, text), text
+
+
+@pytest.mark.parametrize("case, kind, message", [
+    ("rows", "ValueError", r"targets: rank 1 has 5 rows, rank 0 has 6"),
+    ("dtype", "ValueError", r"logits_shard: rank 2 has torch.bfloat16, rank 0 has torch.float32"),
+    ("reduction", "ValueError", r"reduction: rank 1 has sum, rank 0 has mean"),
+    ("float64", "TypeError", r"rank 1: logits_shard: expected float32 or bfloat16 or float16, got torch.float64"),
+    ("shape", "ValueError", r"rank 2: targets: expected shape \(6,\), got \(5,\)"),
+    ("not a tensor", "TypeError", r"rank 0: logits_shard: .*NoneType"),
+    ("vocab_start", "ValueError", r"rank 1: vocab_start: .*-1"),
+    ("dp_group", "ValueError", r"rank 0: dp_group: .*'none'"),
+    ("no columns", "ValueError", r"no rank has a column"),
+    ("group", "TypeError", r"group: .*int"),
+])
+def test_errors_before_anything_is_sent(seen, case, kind, message):
+    errors = {r["wrong_only_with_validate"][case] for r in seen[:3]}
+    assert len(errors) == 1, errors
+    got, text = errors.pop()
+    assert got == kind and re.search(message, text), text
+    assert all(r["wrong_only_with_validate"]["good"] is None for r in seen[:3])
+
+
+def test_a_maximum_lost_on_its_way(seen):
+    for case in ("stale", "NaN lost"):
+        outcomes = [r["lying_maximum"] for r in seen[:3]]
+        own, whole = SMALL[:, 10:20].amax(1), SMALL.amax(1)
+        expect_nan = own != whole if case == "stale" else torch.arange(SMALL_N) == 4
+        expect_nan &= SMALL_TARGETS != -100
+        assert 0 < expect_nan.sum() < SMALL_N
+        for o in outcomes:
+            losses, grad = o[case]
+            assert torch.equal(losses.isnan(), expect_nan), (case, losses)
+            assert torch.equal(grad.isnan().all(1), expect_nan)
+        errors = {o[case, "error"] for o in outcomes}
+        assert len(errors) == 1, errors
+        kind, text = errors.pop()
+        assert kind == "ValueError" and re.search("logits_shard: row . *", text) and "maxim" in text, text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tokens spread over ranks
+
+
+def test_any_spread_of_tokens_and_columns(dce, seen):
+    worlds = {key for r in seen for key in r["token_ranks"]}
+    assert len({(dp, tp) for dp, tp, _ in worlds}) == 8 and len(worlds) == 8 * 6
+    for dp, tp, kind in worlds:
+        logits, targets, _ = batch(*kind[:2])
+        leaf = logits.requires_grad_()
+        expected = dce.cross_entropy(leaf, targets, kind[2])
+        expected.backward(torch.tensor(0.7))
+        count = int((targets != -100).sum()) if kind[2] == "mean" else 1
+        for r in seen[: dp * tp]:
+            out, again, elsewhere, (a, b), (lo, hi), grad = r["token_ranks"][dp, tp, kind]
+            assert torch.equal(out, expected.detach()) and torch.equal(again, expected.detach()), (dp, tp, kind)
+            assert torch.equal(grad, leaf.grad[a:b, lo:hi].float()), (dp, tp, kind)
+            assert torch.equal(elsewhere, torch.where(targets[a:b] == -100, 0.0, (torch.tensor(1.0).double() / count).float()))
+
+
+def test_an_error_in_one_replica_is_raised_in_all(seen):
+    outcomes = [r["token_ranks_go_wrong"] for r in seen[:4]]
+    for name, message in (("target", r"targets: row 2 has 30, expected 0 <= target < 30 .*found by rank 2, 3"), ("data parallel", r"targets: row 2 has 30")):
+        assert all(o[name][0].isnan() for o in outcomes)
+        # with data parallelism alone ranks 0 and 2 are one group, 1 and 3 another
+        assert all(outcomes[i][name][1] == outcomes[i + 2][name][1] for i in (0, 1))
+        assert name == "data parallel" or outcomes[0][name][1] == outcomes[1][name][1]
+        kind, text = outcomes[0][name][1]
+        assert kind == "ValueError" and re.search(message, text), text
+    assert len({o["argument"] for o in outcomes}) == 1 and outcomes[0]["argument"][0] == "TypeError" and "rank 3: logits_shard" in outcomes[0]["argument"][1]
+    assert all(o["reduction"][0] == "ValueError" and "'none'" in o["reduction"][1] for o in outcomes)
+
+
+def test_gradients_under_ddp(seen):
+    for r in seen[:2]:
+        averaged, expected = r["under_ddp"]
+        assert expected.abs().max() > 1e-2
+        torch.testing.assert_close(averaged, expected, rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# DTensor, and the peers' signatures
+
+
+@pytest.mark.parametrize("name", list(LAYOUTS))
+def test_dtensor(dce, seen, name):
+    logits, targets, upstream = batch("plain", "fp32")
+    logits, targets, upstream = logits.view(4, 6, V), targets.view(4, 6), upstream.view(4, 6)
+    for reduction in [*REDUCTIONS, "context"]:
+        leaf = logits.clone().requires_grad_()
+        expected = dce.cross_entropy(leaf, targets, "mean" if reduction == "context" else reduction)
+        expected.backward(upstream if reduction == "none" else None)
+        for r in seen[: torch.Size(LAYOUTS[name][0]).numel()]:
+            out, grad, *more = r["dtensors"][name, reduction]
+            assert torch.equal(out, expected.detach()) and torch.equal(grad, leaf.grad), reduction
+            if reduction != "context":
+                assert more == [True, "DTensor"]
+            else:
+                assert torch.equal(more[0], out) and torch.equal(more[1], torch.nn.functional.cross_entropy(logits[0], targets[0]))
+
+
+@pytest.mark.parametrize("case, kind, message", [
+    ("partial", "ValueError", "logits: .*Partial"),
+    ("plain targets", "ValueError", r"targets: expected a DTensor with placements \(Shard\(dim=0\),\)"),
+    ("placements", "ValueError", r"targets: expected placements \(Shard\(dim=0\),\).*Replicate"),
+    ("shape", "ValueError", r"targets: expected shape \(6,\), got \(3,\)"),
+    ("not as DTensor cuts", "ValueError", "logits: expected columns"),
+    ("not a DTensor", "TypeError", "logits: expected a DTensor"),
+    ("class_dim", "ValueError", "class_dim: .*2"),
+    ("weight", "NotImplementedError", "weight"),
+    ("label_smoothing", "NotImplementedError", "label_smoothing"),
+])
+def test_dtensor_errors(seen, case, kind, message):
+    for r in seen[:2]:
+        got, text = r["dtensor_errors"][case]
+        assert got == kind and re.search(message, text), text
+        assert r["dtensor_errors"]["good"] is None
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
+def test_drop_ins(dce, seen, layout):
+    logits, targets, upstream = batch("plain", "bf16")
+    targets = torch.where(targets >= 210, 7, targets)
+    x, t, g = (y.view(6, 4, *y.shape[1:]) for y in (logits[:, :210].contiguous(), targets, upstream))
+    for name, reduction in (("megatron", "none"), ("te", "none"), ("te mean", "mean")):
+        leaf = x.clone().requires_grad_()
+        expected = dce.cross_entropy(leaf, t, reduction)
+        expected.backward(g if reduction == "none" else None)
+        for rank, r in enumerate(seen[:3]):
+            out, grad = r["drop_ins"][name, layout]
+            assert torch.equal(out, expected.detach()) and torch.equal(grad, leaf.grad[..., 70 * rank : 70 * rank + 70]), name
+    alone = dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, True)
+    assert torch.equal(alone, dce.cross_entropy(x, t))
+    for call in (dce.megatron.vocab_parallel_cross_entropy, dce.transformer_engine.parallel_cross_entropy):
+        with pytest.raises(NotImplementedError, match="label_smoothing.*0.1"):
+            call(x, t, 0.1)
+
+
+def test_autograd_and_compile(seen):
+    for r in seen[:2]:
+        r = r["autograd"]
+        out, grad = r["eager"]
+        assert torch.equal(r["again"], grad) and torch.equal(r["compiled"][0], out) and torch.equal(r["compiled"][1], grad) and not r["no gradient"]
+        assert r["second"][0] == r["forward mode"][0] == "NotImplementedError"
+
+
+def test_the_multi_gpu_script_over_gloo(tmp_path):
+    """As torchrun would start it, with two processes."""
+    command = [sys.executable, ROOT / "benchmarks" / "multi_gpu.py", "--device", "cpu", "--skip-time", "--out", tmp_path / "report.json"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [subprocess.Popen(command, env={**environment, "RANK": r, "LOCAL_RANK": r}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for r in "01"]
+    outputs = [process.communicate(timeout=240)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["processes"] == 2 and report["failures"] == [] and "rank 0 and rank 1 both hold" in report["digests"]["overlap"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A process that dies
+
+
+def dies(rank, world, when):
+    dce = load_kernel()
+    x = SMALL[:, 10 * rank : 10 * rank + 10]
+    for step in range(3):
+        if rank == 1 and step == when:
+            os._exit(9)
+        out = dce.vocab_parallel_cross_entropy(x, SMALL_TARGETS, validate=False)
+    return out.item()
+
+
+def test_a_killed_rank_is_an_error_within_the_timeout():
+    begin, limit = time.time(), 10
+    group, pipes = processes.start(dies, 3, 1, timeout=limit)
+    outcomes = [processes.receive(pipe, 4 * limit) for pipe in pipes]
+    took = time.time() - begin
+    for process in group:
+        process.join(5)
+    assert outcomes[1] == (None, "the process is gone")
+    for rank in (0, 2):
+        result, error = outcomes[rank]
+        assert result is None and re.search("Connection closed|Connection reset|timed out|Timed out", error), error
+    assert took < 3 * limit, took
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The words that ranks send each other, with the ranks played by one process
+
+
+def exchange(dce, shards, starts, targets, ignore_index=-100, mode=0):
+    """(loss, settled targets) of each rank; `targets` is a list, one a rank."""
+    ops = dce._ops.ops
+    images = torch.stack([ops.order_images(ops.rowmax(x, 0, x.shape[1])) for x in shards]).amax(0)
+    world = len(shards)
+    parts = [ops.shard_words(x, t, images, ignore_index, mode, world - 1 if r == 0 else -1, s) for r, (x, s, t) in enumerate(zip(shards, starts, targets))]
+    words, rows = sum(w for w, _ in parts), len(images)
+    results = []
+    for t, (_, maximum) in zip(targets, parts):
+        settled, logits = ops.settle_targets(words, t, ignore_index)
+        results.append((ops.finalize(words[: 8 * rows].view(rows, 8), logits, settled, maximum, ignore_index, -1)[0], settled))
+    return results
+
+
+def test_order_images(dce):
+    values = torch.tensor([NAN, -NAN, INF, 3e38, 1.0, 2.0 ** -149, 0.0, -0.0, -2.0 ** -149, -1.0, -3e38, -INF])
+    images = dce._ops.ops.order_images(values).tolist()
+    assert images[0] == images[1] and images[6] == images[7]
+    distinct = [images[0], *images[2:7], *images[8:]]
+    assert distinct == sorted(set(distinct), reverse=True)
+    assert dce._ops.ops.order_images(values[:0]).shape == (0,)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 9, 64])             # W - 1 a power of two: where a hash times W - 1 could vanish soonest
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_targets_agree_or_the_row_is_nan(world, data):
+    dce = load_kernel()
+    x = torch.zeros(4, world)
+    kinds = data.draw(st.sampled_from(["all", "one", "half", "pairs"]))
+    base = data.draw(st.lists(st.integers(0, world - 1), min_size=4, max_size=4))
+    targets = [torch.tensor(base) for _ in range(world)]
+    row, rank = data.draw(st.integers(0, 3)), data.draw(st.integers(0, world - 1))
+    other = data.draw(st.sampled_from([-100, (base[row] + 1) % world, world, -1]))
+    movers = {"all": [], "one": [rank], "half": list(range(world // 2)), "pairs": [r for r in range(world) if r // 2 % 2 == 0]}[kinds]
+    movers = movers if len(movers) < world else []
+    for r in movers:
+        targets[r][row] = other
+    disagree = bool(movers) and other != base[row]
+    for loss, settled in exchange(dce, list(x.split(1, 1)), range(world), targets):
+        assert torch.equal(loss.isnan(), torch.arange(4).eq(row) & disagree)
+        assert int(settled[row]) == -1 if disagree else torch.equal(settled, torch.tensor(base))
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_only_an_exact_cover_is_a_vocabulary(data):
+    """Any placement of up to five shards: a loss, and no complaint, if and only if they lie side by side from 0."""
+    dce = load_kernel()
+    bounds = sorted(data.draw(st.lists(st.integers(0, 12), min_size=0, max_size=4)))
+    shards = [(a, b) for a, b in zip([0, *bounds], [*bounds, 12])]
+    for _ in range(data.draw(st.integers(0, 3))):
+        i = data.draw(st.integers(0, len(shards) - 1))
+        lo = max(0, shards[i][0] + data.draw(st.integers(-2, 2)))
+        shards[i] = lo, max(lo, shards[i][1] + data.draw(st.integers(-2, 2)))
+    shards = data.draw(st.permutations(shards))
+    held = sorted(s for s in shards if s[0] < s[1])
+    exact = bool(held) and all(a == b for (a, _), b in zip(held, [0, *(b for _, b in held)]))
+    total = sum(b - a for a, b in shards)
+    x = torch.linspace(-1, 1, 20).expand(2, 20)
+    t = torch.tensor([0, max(total - 1, 0)])
+    outcomes = exchange(dce, [x[:, a:b] for a, b in shards], [a for a, _ in shards], [t] * len(shards))
+    expected = dce.cross_entropy(x[:, :total], t, "none") if exact else None
+    for loss, _ in outcomes:
+        assert torch.equal(loss, expected) if exact else loss.isnan().all(), shards
+    said = dce._ranks.shards_problem([dce._ranks.Shard(r, None, 2, a, b - a) for r, (a, b) in enumerate(shards)])
+    assert (said is None) == exact, (shards, said)
+
+
+def test_mode_and_rows_are_part_of_the_agreement(dce):
+    ops = dce._ops.ops
+    x, t = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
+    images = ops.order_images(ops.rowmax(x, 0, 2))
+    agreement = lambda ignore, mode, weight, rows=3: ops.shard_words(x[:rows], t[:rows], images[:rows], ignore, mode, weight, 0)[0][9 * rows:]
+    assert (agreement(-100, 1, 1) + agreement(-100, 1, -1) == 0).all()
+    for other in (agreement(-1, 1, -1), agreement(-100, 2, -1)):
+        assert (agreement(-100, 1, 1) + other != 0).all()
+    assert (agreement(-100, 1, 1)[:2] + agreement(-100, 1, -1, 2) != 0).all()
+
+
+def test_two_owners_or_none(dce):
+    """The high half of the owner's word counts them; any count but one is NaN, whatever the low half has become."""
+    ops = dce._ops.ops
+    t = torch.tensor([0, 0, 0, 0])
+    words = torch.zeros(40, dtype=torch.int64)
+    bits = torch.tensor(1.5).view(torch.int32).item()
+    words[32:36] = torch.tensor([2 ** 32 + bits, 0, 2 * (2 ** 32 + bits), 2 ** 32])
+    settled, logits = ops.settle_targets(words, t, -100)
+    assert torch.equal(settled, t)
+    assert logits[0] == 1.5 and logits[1:3].isnan().all() and logits[3] == 0
+    words[36:] = torch.tensor([1, -1, 0, 0])
+    for ignore_index, outside in ((-100, -1), (-1, -2)):
+        settled, logits = ops.settle_targets(words, t.int(), ignore_index)
+        assert settled.tolist() == [outside, outside, 0, 0] and settled.dtype == torch.int32 and logits[:3].isnan().all()

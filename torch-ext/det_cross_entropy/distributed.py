@@ -1,0 +1,209 @@
+"""The loss over torch.distributed process groups: the same bytes at every world size. What ranks exchange are integers, added or compared exactly."""
+
+import torch
+import torch.distributed as dist
+
+from . import _checks as check
+from . import _ranks
+from ._ops import ops
+from ._ranks import Ranks
+from ._registration import MEAN, NONE
+
+
+class _Loss(torch.autograd.Function):
+    """`out` with the derivative that the row state gives with respect to `rows`, columns [start, start + V_rank) of the vocabulary."""
+
+    @staticmethod
+    def forward(ctx, rows, out, target, maximum, state, sums, ignore_index, start):
+        ctx.save_for_backward(rows, target, maximum, state, sums)
+        ctx.ignore_index, ctx.start = ignore_index, start
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        rows, target, maximum, state, sums = ctx.saved_tensors
+        grad = ops.grad_logits(grad_out, rows, target, maximum, state, sums, ctx.ignore_index, 0, rows.shape[1], ctx.start)
+        return grad, None, None, None, None, None, None, None
+
+
+def _reduce(loss, target, mode, tokens, ignore_index):
+    """(out, sums): losses [N] reduced exactly over this rank's tokens and those of `tokens`."""
+    if mode == NONE:
+        return loss, None
+    sums = ops.loss_digits(loss, target, ignore_index)
+    if tokens is not None:
+        tokens.all_reduce(sums)
+    return ops.reduce_digits(sums, mode == MEAN), sums
+
+
+def _finish(rows, loss, target, maximum, state, mode, tokens, ignore_index, start, shape):
+    out, sums = _reduce(loss, target, mode, tokens, ignore_index)
+    out = _Loss.apply(rows, out, target, maximum, state, sums if mode == MEAN else None, ignore_index, start)
+    return out.reshape(shape) if mode == NONE else out
+
+
+def _token_ranks(dp_group, mode):
+    if dp_group is None:
+        return None
+    if mode == NONE:
+        raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
+    return Ranks("dp_group", dp_group)
+
+
+def _first_column(vocab_start, rank, columns):
+    start = rank * columns if vocab_start is None else check.integer("vocab_start", vocab_start)
+    if start < 0 or start + columns >= 2**31:
+        raise ValueError(f"vocab_start: expected vocab_start >= 0 and vocab_start + V_rank < 2**31, got {start}")
+    return start
+
+
+def vocab_parallel_cross_entropy(
+    logits_shard,
+    targets,
+    reduction="mean",
+    *,
+    group=None,
+    vocab_start=None,
+    dp_group=None,
+    ignore_index=-100,
+    validate=None,
+):
+    """Cross-entropy of logits whose vocabulary is cut over the ranks of a group: value and gradient are the bytes of ``cross_entropy`` on one device.
+
+    Every rank of the group calls it, with the same targets, and gets the same loss; backward gives each the gradient of its own columns and communicates nothing.
+    Two all-reduces, of 4 bytes a token (int32 maximum) and 80 bytes a token (int64 sum): integers, so the algorithm and the order in which a backend combines them
+    do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns.
+
+    Args:
+        logits_shard: [..., V_rank], as logits of ``cross_entropy``; V_rank may be 0 and may differ from rank to rank.
+        targets: int64 or int32, the leading shape of logits_shard: indices into the whole vocabulary, or ``ignore_index``.
+        reduction: "mean" over the tokens not ignored, "sum", or "none".
+        group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
+        vocab_start: index of the first column of this rank; None: rank * V_rank, for equal shards in the order of ranks. All of any placement are allowed
+            that cover the vocabulary once.
+        dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
+            then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
+        ignore_index: as in ``cross_entropy``.
+        validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
+            both groups alike, at the cost of a few messages and a wait for the device. False: they give NaN, in loss and gradient; but different numbers of tokens are an
+            error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
+
+    Returns:
+        float32 loss in nats: a scalar, or the shape of targets for "none". Differentiable once.
+
+    Raises:
+        TypeError, ValueError: naming the argument, the ranks (as the default group counts them) and the columns.
+
+    Source: docs/SPEC.md, sections 4, 6 to 8 and 11.
+    """
+    ranks = Ranks("group", group)
+    validated = check.validates_ranks(validate, logits_shard)
+    try:
+        rows = check.rank_rows(logits_shard)
+        target = check.target_rows(targets, logits_shard)
+        mode = check.reduction(reduction)
+        check.integer("ignore_index", ignore_index)
+        start = _first_column(vocab_start, ranks.rank, rows.shape[1])
+        tokens = _token_ranks(dp_group, mode)
+        common = (("reduction", reduction), ("ignore_index", ignore_index), ("logits_shard", rows.dtype))
+        shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, rows.shape[1], common)
+    except (TypeError, ValueError) as error:
+        if not validated:
+            raise
+        tokens = None if dp_group is None else Ranks("dp_group", dp_group)
+        shard = _ranks.Shard(dist.get_rank(), error)
+    if validated:
+        _ranks.raise_together(_ranks.shards_problem(ranks.gather(shard)), tokens)
+
+    with torch.no_grad():
+        images = ranks.all_reduce(ops.order_images(ops.rowmax(rows, 0, rows.shape[1])), dist.ReduceOp.MAX)
+        weight = ranks.size - 1 if ranks.rank == 0 else -1
+        words, maximum = ops.shard_words(rows, target, images, ignore_index, mode, weight, start)
+        ranks.all_reduce(words)
+        settled, target_logits = ops.settle_targets(words, target, ignore_index)
+        digits = words[: check.WORDS * len(rows)].view(len(rows), check.WORDS)
+        loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1)
+    if validated:
+        findings = ranks.gather(_ranks.find_wrong_row(words, status, target, ignore_index))
+        _ranks.raise_together(_ranks.rows_problem(findings), tokens)
+    return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
+
+
+def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None, ignore_index=-100, validate=None):
+    """``cross_entropy`` of the tokens of all ranks of a group, each of which holds its own with the whole vocabulary: exact, so the same bytes for every way of spreading tokens.
+
+    One all-reduce of 96 bytes. The loss is the global mean or sum on every rank, and each rank's gradient is that of this global loss with respect to its own logits. What
+    they give for a shared parameter therefore adds up over ranks: sum parameter gradients, do not average them. Under ``DistributedDataParallel``, which averages,
+    call ``(loss * world_size).backward()`` or register a communication hook that sums; under ``fully_shard``, ``set_gradient_divide_factor(1.0)``.
+
+    Args:
+        logits: [N_rank, ..., V], as in ``cross_entropy``; N_rank may differ from rank to rank and be 0.
+        targets: int64 or int32, the leading shape of logits.
+        reduction: "mean" over all tokens of the group that are not ignored, or "sum".
+        group: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
+        ignore_index, validate: as in ``vocab_parallel_cross_entropy``.
+
+    Returns:
+        float32 scalar, differentiable once.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what it got; with ``validate``, on every rank.
+
+    Source: docs/SPEC.md, sections 7 and 8.
+    """
+    ranks = Ranks("group", group)
+    validated = check.validates_ranks(validate, logits)
+    problem = None
+    try:
+        rows = check.logits_rows(logits)
+        target = check.target_rows(targets, logits)
+        mode = check.reduction(reduction, ("mean", "sum"))
+        check.integer("ignore_index", ignore_index)
+        with torch.no_grad():
+            loss, maximum, _, state, _, status = ops.cross_entropy(rows, target, NONE, ignore_index)
+        if validated:
+            check.raise_for_status(status, target, rows.shape[1], ignore_index)
+    except (TypeError, ValueError) as error:
+        if not validated:
+            raise
+        problem = type(error)(f"rank {dist.get_rank()}: {error}")
+    if validated:
+        _ranks.raise_together(problem, ranks)
+    return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
+
+
+class _Reduced(torch.autograd.Function):
+    """`out`, the mean or sum of losses, with its derivative: the upstream gradient, divided by the count if `sums` is given."""
+
+    @staticmethod
+    def forward(ctx, loss, out, target, sums, ignore_index):
+        ctx.save_for_backward(target, sums)
+        ctx.ignore_index = ignore_index
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        target, sums = ctx.saved_tensors
+        each = grad_out if sums is None else (grad_out.double() / sums[check.COUNT_WORD]).float()
+        return torch.where(target == ctx.ignore_index, torch.zeros_like(each), each), None, None, None, None
+
+
+def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-100):
+    """The exact mean or sum, over the tokens of all ranks of a group, of losses computed elsewhere.
+
+    ``loss`` float32 [...], ``targets`` int64 or int32 of the same shape, which say what is ignored. Returns a float32 scalar, the same on every rank, rounded once;
+    differentiable with respect to ``loss``: its gradient, the upstream one over the count, is rounded to float32 here, which ``data_parallel_cross_entropy`` does not do.
+    Gradients of shared parameters are to be added over the group (``data_parallel_cross_entropy``). Source: docs/SPEC.md, section 8.
+    """
+    ranks = Ranks("group", group)
+    check.tensor("loss", loss, (torch.float32,))
+    check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
+    mode = check.reduction(reduction, ("mean", "sum"))
+    check.integer("ignore_index", ignore_index)
+    flat, target = loss.reshape(-1).contiguous(), targets.reshape(-1).contiguous()
+    with torch.no_grad():
+        out, sums = _reduce(flat, target, mode, ranks, ignore_index)
+    return _Reduced.apply(flat, out, target, sums if mode == MEAN else None, ignore_index)
+
+
+__all__ = ["data_parallel_cross_entropy", "reduce_losses", "vocab_parallel_cross_entropy"]

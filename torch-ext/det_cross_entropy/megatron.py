@@ -1,0 +1,35 @@
+"""Megatron-LM's vocabulary-parallel loss by its own signature, so that a training script changes one import."""
+
+import sys
+
+from . import _checks as check
+from .distributed import vocab_parallel_cross_entropy as _vocab_parallel_cross_entropy
+
+
+def _default_group():
+    """Megatron's tensor-parallel group where Megatron has been imported, else the default group."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    return None if state is None else state.get_tensor_model_parallel_group()
+
+
+def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=0.0, tp_group=None):
+    """As ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``: per-token losses of equal shards in the order of ranks.
+
+    Args:
+        vocab_parallel_logits: [s, b, V / ranks], float32, bfloat16 or float16; not written to.
+        target: [s, b], int64 or int32; -100 is ignored: loss 0. Others out of range give NaN (Megatron: a number).
+        label_smoothing: 0.
+        tp_group: the tensor-parallel ranks; None: Megatron's own, if Megatron is in use, else the default group.
+
+    Returns:
+        float32 losses [s, b], the same on every rank.
+
+    Raises:
+        NotImplementedError: label_smoothing is not 0.
+        TypeError, ValueError: as the ``vocab_parallel_cross_entropy`` of this package.
+    """
+    check.no_smoothing(label_smoothing)
+    return _vocab_parallel_cross_entropy(vocab_parallel_logits, target, "none", group=_default_group() if tp_group is None else tp_group)
+
+
+__all__ = ["vocab_parallel_cross_entropy"]

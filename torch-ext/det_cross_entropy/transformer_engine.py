@@ -1,0 +1,41 @@
+"""TransformerEngine's loss by its own signature, so that a training script changes one import."""
+
+import torch
+
+from . import _checks as check
+from .distributed import vocab_parallel_cross_entropy
+from .functional import cross_entropy
+
+
+def parallel_cross_entropy(
+    inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100, is_cg_capturable=False
+):
+    """As ``transformer_engine.pytorch.cross_entropy.parallel_cross_entropy``.
+
+    Args:
+        inp: [b, s, V] or [s, b, V], or V / ranks columns of it in the order of ranks; float32, bfloat16 or float16; not written to.
+        target: the leading shape of inp, or that flattened; int64 or int32.
+        label_smoothing: 0.
+        reduce_loss: the mean over the tokens that are not ignored (TransformerEngine: over all tokens) instead of per-token losses.
+        dist_process_group: the ranks that share the vocabulary; None: this process has all of it.
+        ignore_idx: tokens with this target have loss and gradient 0.
+        is_cg_capturable: without effect on results; True also keeps arguments unvalidated on the CPU. A CUDA graph can capture both ways.
+
+    Returns:
+        float32: the leading shape of inp, or a scalar.
+
+    Raises:
+        NotImplementedError: label_smoothing is not 0.
+        TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
+    """
+    check.no_smoothing(label_smoothing)
+    if isinstance(inp, torch.Tensor) and isinstance(target, torch.Tensor) and target.dim() == 1 and target.numel() == inp.shape[:-1].numel():
+        target = target.view(inp.shape[:-1])
+    reduction = "mean" if reduce_loss else "none"
+    options = {"ignore_index": ignore_idx, "validate": False if is_cg_capturable else None}
+    if dist_process_group is None:
+        return cross_entropy(inp, target, reduction, **options)
+    return vocab_parallel_cross_entropy(inp, target, reduction, group=dist_process_group, **options)
+
+
+__all__ = ["parallel_cross_entropy"]
