@@ -83,7 +83,17 @@ __device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uin
   out[kMailWords] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
 }
 
-// ---- by the shared memory of a cluster. box: the mail of each block for one row, in this block; `mailed` counts its bytes.
+__device__ __forceinline__ Mail mail_of(const uint64_t (&word)[kMailWords + 1]) {
+  Mail mail;
+#pragma unroll
+  for (int i = 0; i < kMailWords; ++i) mail.halves[i] = word[i];
+  mail.image = static_cast<int32_t>(word[kMailWords]);
+  mail.lowest = static_cast<uint16_t>(word[kMailWords] >> 32);
+  mail.below = static_cast<uint16_t>(word[kMailWords] >> 48);
+  return mail;
+}
+
+// ---- by the shared memory of a cluster of at least two. box: the mail of each block for one row, in this block; `mailed` counts its bytes.
 
 __device__ __forceinline__ void send_near(const uint64_t (&out)[kMailWords + 1], Mail* box, Barrier& mailed, int group, uint32_t rank) {
   const int lane = threadIdx.x % kWarp;
@@ -121,13 +131,7 @@ __device__ __forceinline__ Mail receive_far(const Mail* box, int rank, uint32_t 
     }
   }
   __syncwarp();
-  Mail mail;
-#pragma unroll
-  for (int i = 0; i < kMailWords; ++i) mail.halves[i] = word[i];
-  mail.image = static_cast<int32_t>(word[kMailWords]);
-  mail.lowest = static_cast<uint16_t>(word[kMailWords] >> 32);
-  mail.below = static_cast<uint16_t>(word[kMailWords] >> 48);
-  return mail;
+  return mail_of(word);
 }
 
 // A row's sum after the exchange: the same in every lane of every block.

@@ -356,7 +356,9 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         uint64_t out[kMailWords + 1];
         write_mail(control.slot[slot.index].sum, kWorkers, out);
         Mail mail;
-        if (rows.mail == nullptr) {
+        if (rows.group == 1) {
+          mail = mail_of(out);
+        } else if (rows.mail == nullptr) {
           send_near(out, near_mail + box * rows.group, control.mailed[box], rows.group, rank);
           control.mailed[box].wait(turn >> 1 & 1);
           mail = near_mail[box * rows.group + sender];
