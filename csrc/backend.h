@@ -44,6 +44,12 @@ struct Scratch {
   int64_t* digits;
 };
 
+// The one loss of a batch. out null: none is asked for.
+struct Total {
+  bool mean;  // else the sum; its count is in the words of the batch already
+  float* out;
+};
+
 // Upstream gradient of the rows: one value a row (stride 1) or one for all (stride 0); null is 1 for all.
 struct Upstream {
   const float* grad;
@@ -65,10 +71,9 @@ struct Upstream {
   void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets&, int64_t rows, void* settled,                   \
                       float* target_logits, Context);                                                                                \
   /* all stages over one tensor */                                                                                                   \
-  void forward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, Context);                           \
-  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can; for a mean, the count is in   \
-     the scratch words */                                                                                                            \
-  void forward_backward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, bool mean, void* grad,     \
+  void forward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, const Total&, Context);             \
+  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can */                             \
+  void forward_backward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, const Total&, void* grad,  \
                         Context);                                                                                                    \
   /* grad: rows at a distance of grad_stride elements; may be the logits themselves */                                               \
   void backward(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, const Shard&, void* grad, \
@@ -82,7 +87,7 @@ struct Upstream {
   void count_targets(const Targets&, int64_t rows, int64_t* sums, int64_t words, Context);                                           \
   void sum_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, Context);                                          \
   /* sum_losses and round_sums; word kSumWords of sums is there, and 0 */                                                            \
-  void reduce_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, bool mean, float* out, Context);                \
+  void reduce_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, const Total&, Context);                         \
   void round_sums(const int64_t* sums, bool mean, float* out, Context);                                                              \
   void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context);
 

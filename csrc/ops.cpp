@@ -197,11 +197,22 @@ struct Batch {
     sums = torch::stable::narrow(scratch, 0, 0, reduction == kNone ? 0 : kSumWords);
     DCE_CALL(logits, count_targets, t, reduction == kNone ? 0 : x.rows, scratch.mutable_data_ptr<int64_t>(), zeros);
   }
-  Scratch memory() const { return {scratch.mutable_data_ptr<int64_t>(), scratch.mutable_data_ptr<int64_t>() + zeros}; }
-  Tensor reduce(const Tensor& logits) const {
-    if (reduction == kNone) return rows.loss;
-    Tensor out = empty(logits, {}, ScalarType::Float);
-    DCE_CALL(logits, reduce_losses, rows.loss.const_data_ptr<float>(), t, x.rows, scratch.mutable_data_ptr<int64_t>(), reduction == kMean, out.mutable_data_ptr<float>());
+  // With grad, the gradient too, for an upstream of 1. Returns the loss, or the losses.
+  Tensor run(const Tensor& logits, void* grad) const {
+    const bool wanted = reduction != kNone;
+    const Tensor out = wanted ? empty(logits, {}, ScalarType::Float) : rows.loss;
+    const Total total = {reduction == kMean, wanted ? out.mutable_data_ptr<float>() : nullptr};
+    int64_t* const zero = scratch.mutable_data_ptr<int64_t>();
+    if (x.rows == 0) {
+      if (wanted) DCE_CALL(logits, reduce_losses, rows.loss.const_data_ptr<float>(), t, 0, zero, total);
+      return out;
+    }
+    const Scratch memory = {zero, zero + zeros};
+    if (grad != nullptr) {
+      DCE_CALL(logits, forward_backward, x, t, memory, max.mutable_data_ptr<float>(), rows.view(), total, grad);
+    } else {
+      DCE_CALL(logits, forward, x, t, memory, max.mutable_data_ptr<float>(), rows.view(), total);
+    }
     return out;
   }
 };
@@ -229,17 +240,14 @@ struct GradInputs {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
   const Batch b(logits, targets, reduction, ignore_index);
-  if (b.x.rows > 0) DCE_CALL(logits, forward, b.x, b.t, b.memory(), b.max.mutable_data_ptr<float>(), b.rows.view());
-  return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status};
+  return {b.run(logits, nullptr), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_grad(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
   STD_TORCH_CHECK(reduction != kNone, "reduction: expected 1 or 2, got 0");
   const Batch b(logits, targets, reduction, ignore_index);
   Tensor grad = empty(logits, {b.x.rows, b.x.columns}, logits.scalar_type());
-  if (b.x.rows > 0)
-    DCE_CALL(logits, forward_backward, b.x, b.t, b.memory(), b.max.mutable_data_ptr<float>(), b.rows.view(), reduction == kMean, grad.mutable_data_ptr());
-  return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, grad};
+  return {b.run(logits, grad.mutable_data_ptr()), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, grad};
 }
 
 void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,

@@ -231,8 +231,9 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
 
 }  // namespace
 
-void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, Context) {
-  if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, nullptr, nullptr);
+namespace {
+
+void rows_in_pieces(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out) {
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max_out);
   digits_of_rows(logits, targets, row_max_out, whole, scratch.digits);
@@ -243,11 +244,22 @@ void forward(const Logits& logits, const Targets& targets, const Scratch& scratc
   });
 }
 
-void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, bool mean, void* grad, Context context) {
-  const int64_t* const sums = mean ? scratch.zeros : nullptr;
-  if (Cut(logits.rows, logits.columns).pieces == 1) return rows_in_one(logits, targets, row_max_out, out, sums, grad);
-  forward(logits, targets, scratch, row_max_out, out, context);
-  backward(logits, targets, row_max_out, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, logits.columns, context);
+}  // namespace
+
+void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const Total& total, Context context) {
+  forward_backward(logits, targets, scratch, row_max_out, out, total, nullptr, context);
+}
+
+void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const Total& total, void* grad,
+                      Context context) {
+  const int64_t* const sums = total.mean ? scratch.zeros : nullptr;
+  if (Cut(logits.rows, logits.columns).pieces == 1) {
+    rows_in_one(logits, targets, row_max_out, out, sums, grad);
+  } else {
+    rows_in_pieces(logits, targets, scratch, row_max_out, out);
+    if (grad != nullptr) backward(logits, targets, row_max_out, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, logits.columns, context);
+  }
+  if (total.out != nullptr) reduce_losses(out.loss, targets, logits.rows, scratch.zeros, total, context);
 }
 
 void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride, Context) {
@@ -287,9 +299,9 @@ void round_sums(const int64_t* sums, bool mean, float* out, Context) {
   *out = round_sum(sums, mean);
 }
 
-void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, bool mean, float* out, Context context) {
+void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, const Total& total, Context context) {
   sum_losses(loss, targets, rows, sums, context);
-  round_sums(sums, mean, out, context);
+  round_sums(sums, total.mean, total.out, context);
 }
 
 void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context) {

@@ -45,18 +45,20 @@ void finalize(const int64_t* digits, const float* target_logits, const Targets& 
   check(cudaGetLastError(), "finalize");
 }
 
-void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, Context context) {
-  if (fused(logits, targets, scratch, false, row_max, out, nullptr, context)) return;
+void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, Context context) {
+  if (fused(logits, targets, scratch, row_max, out, total, nullptr, context)) return;
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max, context);
   accumulate(logits, targets, row_max, whole, scratch.digits, false, context);
   finalize_whole(scratch.digits, logits, targets, row_max, out, context);
+  if (total.out != nullptr) reduce_losses(out.loss, targets, logits.rows, scratch.zeros, total, context);
 }
 
-void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, bool mean, void* grad, Context context) {
-  if (fused(logits, targets, scratch, mean, row_max, out, grad, context)) return;
-  forward(logits, targets, scratch, row_max, out, context);
-  backward(logits, targets, row_max, out.state, {nullptr, 0, mean ? scratch.zeros : nullptr}, {0, logits.columns, 0}, grad, logits.columns, context);
+void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad,
+                      Context context) {
+  if (fused(logits, targets, scratch, row_max, out, total, grad, context)) return;
+  forward(logits, targets, scratch, row_max, out, total, context);
+  backward(logits, targets, row_max, out.state, {nullptr, 0, total.mean ? scratch.zeros : nullptr}, {0, logits.columns, 0}, grad, logits.columns, context);
 }
 
 }  // namespace cuda

@@ -19,6 +19,7 @@
 #include "exchange.cuh"
 #include "gradient.cuh"
 #include "pipeline.cuh"
+#include "reduce.cuh"
 #include "table.cuh"
 
 namespace dce {
@@ -99,6 +100,7 @@ struct Slot {
 
 // Of each vector, so many logits are looked up and the rest computed: lookups are bound by the banks of shared memory, arithmetic by the FMA pipe, and both are there.
 constexpr int kTabledLanes = 6;
+constexpr int kTableRows = 4;  // a group with fewer is done before the table would be
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
 
@@ -133,7 +135,7 @@ __device__ __forceinline__ Share sum_share(const uint4* slice, int vectors, int 
   const int32_t n_top = has_terms ? term_exponent(term(top)) : 0;
   const float near_magic = magic(n_top - 31);
   if constexpr (TermTable<T>::kExists) {
-    if (has_terms && top < TermTable<T>::kLimit) {
+    if (table.filled && has_terms && top < TermTable<T>::kLimit) {
       share.finite = share.low;
       if (share.low == -INFINITY) {
         LeastFinite least;
@@ -288,16 +290,17 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   constexpr int kLanes = kVector<T>;
   Control& control = *reinterpret_cast<Control*>(shared + control_begin<T>());
   Mail* const near_mail = reinterpret_cast<Mail*>(shared + control_begin<T>() + control_bytes(rows.slots));
-  TermTable<T> table;
-  if constexpr (TermTable<T>::kExists) {
-    TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
-    table.entries = shared;
-    table.minus_first = rows.minus_first;
-  }
   unsigned char* const ring = shared + overhead_bytes<T>(rows.mail == nullptr ? rows.group : 0, rows.slots);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const uint32_t rank = blockIdx.x;  // in the group
   const int64_t groups = gridDim.y, first_row = blockIdx.y;
+  TermTable<T> table;
+  if constexpr (TermTable<T>::kExists) {
+    table.filled = rows.logits.rows >= kTableRows * groups;
+    if (table.filled) TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
+    table.entries = shared;
+    table.minus_first = rows.minus_first;
+  }
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
@@ -472,18 +475,9 @@ __device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& sc
   __syncthreads();  // the scratch memory is the next row's
 }
 
-// Redoes the rows that are marked, then takes each row from its digits to its results.
-constexpr int kSettleRows = 16;  // a block
-template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(const Rows rows, const RowOutputs out) {
-  __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
-  __shared__ RowScale shared_scale;
-  const int64_t first = blockIdx.x * static_cast<int64_t>(kSettleRows);
-  for (int64_t row = first; row < first + kSettleRows && row < rows.logits.rows; ++row)
-    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, row, scratch, shared_scale);
-  __syncthreads();
-  const int64_t row = first + threadIdx.x;
-  if (threadIdx.x >= kSettleRows || row >= rows.logits.rows) return;
+// A row from its digits to its results, and its loss to the block's words.
+template <class T>
+__device__ void settle_row(const Rows& rows, int64_t row, const RowOutputs& out, int64_t* block_words) {
   const int64_t target = target_at(rows.targets, row);
   const bool readable = target >= 0 && target < rows.logits.columns && target != rows.targets.ignore_index;
   const float x = readable ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
@@ -492,7 +486,33 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(co
   for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
   words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-  write_row(out, row, finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index));
+  const RowResult result = finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index);
+  write_row(out, row, result);
+  if (target == rows.targets.ignore_index) return;
+  int64_t own[kSumWords] = {};
+  add_loss(result.loss, own);
+#pragma unroll
+  for (int i = 0; i < kSumWords; ++i)
+    if (own[i] != 0) atomic_add(&block_words[i], own[i]);
+}
+
+// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses.
+constexpr int kSettleRows = 16;  // a block
+template <class T, bool kGrad>
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(const Rows rows, const RowOutputs out, int64_t* batch_words, const Total total) {
+  __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
+  __shared__ RowScale shared_scale;
+  __shared__ int64_t block_words[kSumWords];
+  if (threadIdx.x < kSumWords) block_words[threadIdx.x] = 0;
+  const int64_t first = blockIdx.x * static_cast<int64_t>(kSettleRows);
+  for (int64_t row = first; row < first + kSettleRows && row < rows.logits.rows; ++row)
+    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, row, scratch, shared_scale);
+  __syncthreads();
+  const int64_t row = first + threadIdx.x;
+  if (threadIdx.x < kSettleRows && row < rows.logits.rows) settle_row<T>(rows, row, out, block_words);
+  if (total.out == nullptr) return;
+  __syncthreads();
+  add_to_batch(block_words, batch_words, total);
 }
 
 // ---- host: how a row is laid over blocks
@@ -594,11 +614,11 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
 }
 
 template <class T, bool kGrad>
-bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch, bool mean, float* row_max, const RowOutputs& out, void* grad, Context context) {
+bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad, Context context) {
   Plan plan;
   if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
   Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
-  const Rows rows = {logits, targets, mean ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
+  const Rows rows = {logits, targets, total.mean ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
                      TermTable<__nv_bfloat16>::kMinusFirst};
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure(plan, &attribute, stream_of(context));
@@ -609,7 +629,7 @@ bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch
   }
   check(launched, "cross_entropy");
   const unsigned blocks = static_cast<unsigned>((logits.rows + kSettleRows - 1) / kSettleRows);
-  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, out);
+  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, out, scratch.zeros, total);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }
@@ -618,12 +638,12 @@ bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch
 
 void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_t>(processors()) * kMailboxes * (sizeof(Mail) / sizeof(int64_t)); }
 
-bool fused(const Logits& logits, const Targets& targets, const Scratch& scratch, bool mean, float* row_max, const RowOutputs& out, void* grad, Context context) {
+bool fused(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad, Context context) {
   bool done = false;
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    done = grad != nullptr ? launch<T, true>(logits, targets, scratch, mean, row_max, out, grad, context)
-                           : launch<T, false>(logits, targets, scratch, mean, row_max, out, grad, context);
+    done = grad != nullptr ? launch<T, true>(logits, targets, scratch, row_max, out, total, grad, context)
+                           : launch<T, false>(logits, targets, scratch, row_max, out, total, grad, context);
   });
   return done;
 }

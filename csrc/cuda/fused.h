@@ -6,9 +6,9 @@
 namespace dce {
 namespace cuda {
 
-// Writes row_max, the rows' results and, where grad is not null, the gradient. False, with nothing done, where the device or the layout of the logits does not
+// Writes row_max, the rows' results, their total and, where grad is not null, the gradient. False, with nothing done, where the device or the layout of the logits does not
 // allow it.
-bool fused(const Logits&, const Targets&, const Scratch&, bool mean, float* row_max, const RowOutputs&, void* grad, Context);
+bool fused(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, const Total&, void* grad, Context);
 
 }  // namespace cuda
 }  // namespace dce

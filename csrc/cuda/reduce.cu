@@ -1,6 +1,6 @@
 // The count of rows, the exact sum of their losses, and its rounding (SPEC 8); and the term by itself, for the exhaustive test.
-#include "../sums.h"
 #include "launch.h"
+#include "reduce.cuh"
 
 namespace dce {
 namespace cuda {
@@ -9,8 +9,7 @@ namespace {
 constexpr int kSumThreads = 256;
 
 // Lanes whose losses fall on the same digit add up inside the warp; one of them adds to the block's words, one thread a word to the result.
-// With out, the block that ends last rounds the sum; `done`, which is 0, counts blocks.
-__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums, unsigned* done, bool mean, float* out) {
+__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums, Total total) {
   __shared__ int64_t words[kSumWords];
   if (threadIdx.x < kSumWords) words[threadIdx.x] = 0;
   __syncthreads();
@@ -44,22 +43,25 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* lo
     }
   }
   __syncthreads();
-  if (threadIdx.x < kSumWords && words[threadIdx.x] != 0) atomic_add(&sums[threadIdx.x], words[threadIdx.x]);
-  if (out == nullptr) return;
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
-    __threadfence();
-    for (int i = 0; i < kSumWords; ++i) words[i] = __ldcg(&sums[i]);
-    *out = round_sum(words, mean);
-  }
+  add_to_batch(words, sums, total);
 }
 
+__device__ __forceinline__ int count_of(const Targets& targets, int64_t rows, int64_t first, int64_t stride) {
+  int mine = 0;
+  for (int64_t row = first; row < rows; row += stride) mine += target_at(targets, row) != targets.ignore_index;
+  return __reduce_add_sync(0xFFFFFFFFu, mine);
+}
 __global__ void __launch_bounds__(kSumThreads) count_targets_kernel(Targets targets, int64_t rows, int64_t* sums) {
-  int64_t mine = 0;
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kSumThreads;
-  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x; row < rows; row += stride) mine += target_at(targets, row) != targets.ignore_index;
-  const int count = __reduce_add_sync(0xFFFFFFFFu, static_cast<int>(mine));
+  const int count = count_of(targets, rows, static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x, static_cast<int64_t>(gridDim.x) * kSumThreads);
+  if (threadIdx.x % kWarp == 0 && count != 0) atomic_add(&sums[kCountWord], count);
+}
+// For few rows: clears and counts in one launch of one block.
+constexpr int kOneBlock = 1024;
+constexpr int64_t kFewRows = 32768;
+__global__ void __launch_bounds__(kOneBlock) clear_and_count_kernel(Targets targets, int64_t rows, int64_t* sums, int64_t words) {
+  for (int64_t i = threadIdx.x; i < words; i += kOneBlock) sums[i] = 0;
+  const int count = count_of(targets, rows, threadIdx.x, kOneBlock);
+  __syncthreads();
   if (threadIdx.x % kWarp == 0 && count != 0) atomic_add(&sums[kCountWord], count);
 }
 
@@ -83,21 +85,23 @@ unsigned sum_blocks(int64_t rows) {
 }  // namespace
 
 void count_targets(const Targets& targets, int64_t rows, int64_t* sums, int64_t words, Context context) {
-  check(cudaMemsetAsync(sums, 0, words * sizeof(int64_t), stream_of(context)), "cudaMemsetAsync");
-  if (rows == 0) return;
-  count_targets_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(targets, rows, sums);
+  const cudaStream_t stream = stream_of(context);
+  if (rows <= kFewRows) {
+    clear_and_count_kernel<<<1, kOneBlock, 0, stream>>>(targets, rows, sums, words);
+  } else {
+    check(cudaMemsetAsync(sums, 0, words * sizeof(int64_t), stream), "cudaMemsetAsync");
+    count_targets_kernel<<<sum_blocks(rows), kSumThreads, 0, stream>>>(targets, rows, sums);
+  }
   check(cudaGetLastError(), "count_targets");
 }
 
 void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
-  if (rows == 0) return;
-  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, nullptr, false, nullptr);
+  if (rows > 0) sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, Total{false, nullptr});
   check(cudaGetLastError(), "loss_digits");
 }
 
-void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, bool mean, float* out, Context context) {
-  unsigned* const done = reinterpret_cast<unsigned*>(sums + kSumWords);
-  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, done, mean, out);
+void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, const Total& total, Context context) {
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, total);
   check(cudaGetLastError(), "cross_entropy");
 }
 

@@ -27,6 +27,7 @@ struct TermTable<__nv_bfloat16> {
   static_assert(kLast < kNegative && kBytes <= 1 << 16, "byte offsets of 16 bits");
 
   const unsigned char* entries;
+  bool filled;
   uint32_t minus_first;  // kMinusFirst, opaque to the compiler, which would load it anew for each use
 
   static constexpr uint32_t kMinusFirst = static_cast<uint16_t>(-kFirst) * 0x10001u, kLasts = kLast * 0x10001u;
