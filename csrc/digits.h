@@ -39,6 +39,24 @@ DCE_FN void add_shifted(int64_t* digits, uint128 v, int shift) {
   }
 }
 
+// A sum of up to 2^14 terms, on its way to digits: `near` and `far` are sums of windows of 32 octaves, each below 2^69, far 32 octaves lower. In radix 2^32,
+// near * 2^low if far is 0, with 0 <= low <= 128, else (near * 2^32 + far) * 2^low, with 0 <= low <= 96: below 2^(32 * 7).
+constexpr int kWindowWords = 7;
+DCE_FN void window_words(uint128 near, uint128 far, int low, uint32_t (&word)[kWindowWords]) {
+  const uint128 sum = far != 0 ? (near << 32) + far : near;  // < 2^102
+  const int bit = low & 31, words = low >> 5;
+  const uint128 v = sum << bit;
+  const uint32_t part[5] = {static_cast<uint32_t>(v), static_cast<uint32_t>(v >> 32), static_cast<uint32_t>(v >> 64), static_cast<uint32_t>(v >> 96),
+                            static_cast<uint32_t>(static_cast<uint64_t>(sum >> 96) << bit >> 32)};  // what v has lost at the top
+  for (int i = 0; i < kWindowWords; ++i) word[i] = i < 5 ? part[i] : 0;
+  // by selections, for registers cannot be indexed
+  for (int step = 4; step > 0; step /= 2) {
+    if (words & step) {
+      for (int i = kWindowWords - 1; i >= 0; --i) word[i] = i >= step ? word[i - step] : 0;
+    }
+  }
+}
+
 // Sums of words wrap as two's complement: no words, however wrong, are undefined behaviour.
 DCE_FN int64_t wrapping_add(int64_t a, int64_t b) { return static_cast<int64_t>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b)); }
 DCE_FN int64_t wrapping_sub(int64_t a, int64_t b) { return static_cast<int64_t>(static_cast<uint64_t>(a) - static_cast<uint64_t>(b)); }

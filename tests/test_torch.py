@@ -452,8 +452,9 @@ def test_inplace_backward(dce, dtype, reduction):
 def test_inplace_backward_is_refused_where_it_would_destroy_something(dce):
     t = torch.tensor([1, 2, 0])
     leaf = torch.randn(3, 5, requires_grad=True)
-    with pytest.raises(ValueError, match="inplace_backward: logits is a leaf"):
-        dce.cross_entropy(leaf, t, inplace_backward=True)
+    for mine in (leaf, leaf.view(3, 5), leaf[:, :4], leaf.view(15).view(3, 5)):
+        with pytest.raises(ValueError, match="inplace_backward: logits is a leaf"):
+            dce.cross_entropy(mine, t, inplace_backward=True)
     with pytest.raises(ValueError, match="inplace_backward: expected logits with adjacent columns"):
         dce.cross_entropy((leaf * 1).t().contiguous().t(), t, inplace_backward=True)
     with pytest.raises(ValueError, match="inplace_backward: expected logits whose rows do not overlap"):

@@ -8,7 +8,7 @@
 namespace dce {
 namespace cuda {
 
-constexpr int kMaxCluster = 16;  // blocks a group at most
+constexpr int kMaxGroup = 16;  // blocks a group at most
 constexpr int32_t kNowhere = INT32_MIN / 2;  // below every exponent
 
 // The sum of a warp's share, relative to the share's own maximum.
@@ -18,7 +18,7 @@ struct WarpSum {
   int32_t below;             // highest exponent below both windows, or kNowhere
 };
 // What a block tells the others of its slice, relative to the slice's own maximum and base: 64 bytes in four pieces of 16.
-constexpr int kMailWords = 7;  // digits in radix 2^32 here are seven words, the last below 2^22
+constexpr int kMailWords = kWindowWords;  // digits in radix 2^32 here are seven words, the last below 2^22
 struct alignas(64) Mail {
   // digits in halves of 16 bits, summed over the warps: low half in the low 32 bits, high half in the high ones; each below 2^21
   uint64_t halves[kMailWords];
@@ -48,7 +48,7 @@ __device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uin
       below = n_top - base;  // no digits: exact only if the row drops the slice whole; a maximum this high is the fallback's anyway
     } else {
       below = max(-1, mine.below - base);
-      const uint128 near = mine.near[0] + (static_cast<uint64_t>(mine.near[1]) << 21) + (static_cast<uint128>(mine.near[2]) << 42);  // < 2^66
+      const uint128 near = mine.near[0] + (static_cast<uint64_t>(mine.near[1]) << 21) + (static_cast<uint128>(mine.near[2]) << 42);  // < 2^69
       const uint128 far = mine.far[0] + (static_cast<uint64_t>(mine.far[1]) << 21) + (static_cast<uint128>(mine.far[2]) << 42);
       const int32_t n = own >= kLowestTerm ? term_exponent(term(own)) : kNowhere;
       const int32_t low = (far != 0 ? n - 63 : n - 31) - base;
@@ -57,20 +57,7 @@ __device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uin
           below = max(below, n - base);  // the drop cuts through the window: all of it is left out
         } else {
           lowest = low;
-          const uint128 v = (far != 0 ? (near << 32) + far : near) << (low & 31);  // < 2^129, but for the top bit: see next line
-          const uint32_t top_bit = static_cast<uint32_t>((far != 0 ? near >> 64 : 0) << (low & 31) >> 32);
-          word[0] = static_cast<uint32_t>(v);
-          word[1] = static_cast<uint32_t>(v >> 32);
-          word[2] = static_cast<uint32_t>(v >> 64);
-          word[3] = static_cast<uint32_t>(v >> 96);
-          word[4] = top_bit;
-#pragma unroll
-          for (int step = 4; step > 0; step /= 2) {
-            if ((low >> 5) & step) {
-#pragma unroll
-              for (int i = kMailWords - 1; i >= 0; --i) word[i] = i >= step ? word[i - step] : 0;
-            }
-          }
+          window_words(near, far, low, word);
         }
       }
     }
@@ -95,7 +82,7 @@ __device__ __forceinline__ Mail mail_of(const uint64_t (&word)[kMailWords + 1]) 
 
 // ---- by the shared memory of a cluster of at least two. box: the mail of each block for one row, in this block; `mailed` counts its bytes.
 
-__device__ __forceinline__ void send_near(const uint64_t (&out)[kMailWords + 1], Mail* box, Barrier& mailed, int group, uint32_t rank) {
+__device__ __forceinline__ void send_in_cluster(const uint64_t (&out)[kMailWords + 1], Mail* box, Barrier& mailed, int group, uint32_t rank) {
   const int lane = threadIdx.x % kWarp;
   if (lane == 0) mailed.arrive_and_expect(group * static_cast<uint32_t>(sizeof(Mail)));
   if (lane >= group) return;
@@ -110,7 +97,7 @@ __device__ __forceinline__ void send_near(const uint64_t (&out)[kMailWords + 1],
 constexpr int kMarkShift = 53;
 __device__ __forceinline__ uint64_t mark_of(uint32_t turn) { return turn % 2047 + 1; }  // in [1, 2^11): a mailbox last held the mail of the turn before the last
 
-__device__ __forceinline__ void send_far(const uint64_t (&out)[kMailWords + 1], Mail* box, uint32_t rank, uint32_t turn) {
+__device__ __forceinline__ void send_globally(const uint64_t (&out)[kMailWords + 1], Mail* box, uint32_t rank, uint32_t turn) {
   const int lane = threadIdx.x % kWarp;
   uint64_t* const to = reinterpret_cast<uint64_t*>(&box[rank]);
 #pragma unroll
@@ -118,7 +105,7 @@ __device__ __forceinline__ void send_far(const uint64_t (&out)[kMailWords + 1], 
     if (lane == i / 2) store_whole(to + i, out[i] | mark_of(turn) << kMarkShift, out[i + 1]);
 }
 // Waits for the mail of block `rank`.
-__device__ __forceinline__ Mail receive_far(const Mail* box, int rank, uint32_t turn) {
+__device__ __forceinline__ Mail receive_globally(const Mail* box, int rank, uint32_t turn) {
   const uint64_t* const from = reinterpret_cast<const uint64_t*>(&box[rank]);
   uint64_t word[kMailWords + 1];
   for (bool arrived = false; !arrived;) {

@@ -100,6 +100,7 @@ struct Slot {
 
 // Of each vector, so many logits are looked up and the rest computed: lookups are bound by the banks of shared memory, arithmetic by the FMA pipe, and both are there.
 constexpr int kTabledLanes = 6;
+static_assert(232448 / 3 / (kWorkers * kVectorBytes * kWarp) * kVector<__half> + kVector<__half> <= kWindowTerms, "a lane's share of a slice fits a window");
 constexpr int kTableRows = 4;  // a group with fewer is done before the table would be
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
@@ -289,7 +290,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
   Control& control = *reinterpret_cast<Control*>(shared + control_begin<T>());
-  Mail* const near_mail = reinterpret_cast<Mail*>(shared + control_begin<T>() + control_bytes(rows.slots));
+  Mail* const cluster_mail = reinterpret_cast<Mail*>(shared + control_begin<T>() + control_bytes(rows.slots));
   unsigned char* const ring = shared + overhead_bytes<T>(rows.mail == nullptr ? rows.group : 0, rows.slots);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const uint32_t rank = blockIdx.x;  // in the group
@@ -342,7 +343,6 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     const int own = warp - kWorkers;
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
-    Mail* const far_mail = rows.mail + blockIdx.y * static_cast<int64_t>(kMailboxes) * rows.group;
     const double g = upstream_of({nullptr, 0, rows.sums}, 0);
     for (int64_t row = first_row + own * groups; row < rows.logits.rows; row += kCombiners * groups) {
       const int64_t target = target_at(rows.targets, row);
@@ -362,12 +362,13 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         if (rows.group == 1) {
           mail = mail_of(out);
         } else if (rows.mail == nullptr) {
-          send_near(out, near_mail + box * rows.group, control.mailed[box], rows.group, rank);
-          control.mailed[box].wait(turn >> 1 & 1);
-          mail = near_mail[box * rows.group + sender];
+          send_in_cluster(out, cluster_mail + box * rows.group, control.mailed[box], rows.group, rank);
+          control.mailed[box].wait_for_cluster(turn >> 1 & 1);
+          mail = cluster_mail[box * rows.group + sender];
         } else {
-          send_far(out, far_mail + box * rows.group, rank, turn);
-          mail = receive_far(far_mail + box * rows.group, sender, turn);
+          Mail* const global_mail = rows.mail + (blockIdx.y * static_cast<int64_t>(kMailboxes) + box) * rows.group;
+          send_globally(out, global_mail, rank, turn);
+          mail = receive_globally(global_mail, sender, turn);
         }
         total = add_mail(mail, rows.group);
         ++turn;
@@ -401,7 +402,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   } else {
     Slot grad_slot;
     int64_t grad_row = first_row;
-    int turn = warp, grad_turn = warp;  // shares go round, for some are a vector longer
+    int share_of = warp, grad_share_of = warp;  // shares go round, for some are a vector longer
     Share grad_share = {};
     // one iteration more than rows: the last has only a gradient to write
     for (int64_t row = first_row; row < rows.logits.rows || (kGrad && grad_row < rows.logits.rows); row += groups) {
@@ -409,7 +410,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       if (row < rows.logits.rows) {
         control.slot[slot.index].full.wait(slot.parity);
         if (!control.slot[slot.index].ignored)
-          share = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, table, control.slot[slot.index].sum[warp]);
+          share = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, share_of * kWarp + lane, table, control.slot[slot.index].sum[warp]);
         __syncwarp();
         if (lane == 0) {
           control.slot[slot.index].summed.arrive();
@@ -422,7 +423,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         const RowMessage message = control.slot[grad_slot.index].message;
         const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
         T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
-        const int first = grad_turn * kWarp + lane;
+        const int first = grad_share_of * kWarp + lane;
         if (message.mode == kScaled) {
           write_share<T>(slice, vectors, first, grad_share, table, message, to);
         } else if (message.mode != kSkip) {
@@ -437,8 +438,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         grad_row += groups;
       }
       grad_share = share;
-      grad_turn = turn;
-      turn = turn + 7 < kWorkers ? turn + 7 : turn + 7 - kWorkers;
+      grad_share_of = share_of;
+      share_of = share_of + 7 < kWorkers ? share_of + 7 : share_of + 7 - kWorkers;
     }
   }
   __syncwarp();
@@ -497,9 +498,9 @@ __device__ void settle_row(const Rows& rows, int64_t row, const RowOutputs& out,
 }
 
 // Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses.
-constexpr int kSettleRows = 16;  // a block
+constexpr int kSettleRows = 4;  // a block: few, so that a batch whose rows are all marked fills the machine
 template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(const Rows rows, const RowOutputs out, int64_t* batch_words, const Total total) {
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, 4) settle_kernel(const Rows rows, const RowOutputs out, int64_t* batch_words, const Total total) {
   __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
   __shared__ RowScale shared_scale;
   __shared__ int64_t block_words[kSumWords];
@@ -548,7 +549,7 @@ cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute* attribute, c
 struct Device {
   int shared_bytes = 0;  // a block; 0: it cannot run the kernel
   int processors = 0;
-  int clusters[kMaxCluster + 1] = {};  // how many clusters of each size it holds at once, a block a processor
+  int clusters[kMaxGroup + 1] = {};  // how many clusters of each size it holds at once, a block a processor
 };
 template <class T, bool kGrad>
 const Device& device_of(int index) {
@@ -557,7 +558,7 @@ const Device& device_of(int index) {
   const std::lock_guard<std::mutex> lock(mutex);
   const auto found = known.find(index);
   if (found != known.end()) return found->second;
-  Device& d = known[index];
+  Device d;
   const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
   int major = 0, shared_bytes = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "cudaDeviceGetAttribute");
@@ -567,11 +568,11 @@ const Device& device_of(int index) {
   // the kernel is empty where it was compiled for less than 9.0, even if the device is more
   if (major < 9 || cudaFuncGetAttributes(&code, kernel) != cudaSuccess || code.ptxVersion < 90 || code.binaryVersion < 90) {
     cudaGetLastError();
-    return d;
+    return known[index] = d;
   }
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), "cudaFuncSetAttribute");
   const bool beyond_eight = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) == cudaSuccess;
-  for (int cluster = 1; cluster <= (beyond_eight ? kMaxCluster : 8); ++cluster) {
+  for (int cluster = 1; cluster <= (beyond_eight ? kMaxGroup : 8); ++cluster) {
     const Plan plan = {true, cluster, 1, 0, 0, static_cast<size_t>(shared_bytes)};
     cudaLaunchAttribute attribute;
     const cudaLaunchConfig_t config = configure(plan, &attribute, nullptr);
@@ -579,7 +580,7 @@ const Device& device_of(int index) {
   }
   cudaGetLastError();
   d.shared_bytes = shared_bytes;
-  return d;
+  return known[index] = d;
 }
 
 // False if the layout or the device is not one for this kernel.
@@ -595,8 +596,8 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes && logits.rows > device.processors) return false;
   int64_t best = 0;
   for (const bool cluster : {true, false}) {
-    const int64_t row_cost = cluster ? kFusedPolicy.row_cost_bytes : sizeof(T) == 2 ? kFusedPolicy.far_row_cost_bytes : kFusedPolicy.far_row_cost_bytes_fp32;
-    for (int group = 1; group <= kMaxCluster; ++group) {
+    const int64_t row_cost = cluster ? kFusedPolicy.row_cost_bytes : sizeof(T) == 2 ? kFusedPolicy.global_row_cost_bytes : kFusedPolicy.global_row_cost_bytes_fp32;
+    for (int group = 1; group <= kMaxGroup; ++group) {
       const int64_t slice = ((logits.columns / kLanes + group - 1) / group) * kLanes;
       const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
       int slots = kMaxSlots;

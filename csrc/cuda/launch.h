@@ -35,8 +35,8 @@ struct FusedPolicy {
   int64_t least_slice_bytes;  // of a row a block
   int least_slots;            // rows in flight a block: one summed, one whose gradient is written, one loaded
   int64_t row_cost_bytes;     // what a row costs a block beside its columns, as columns that would take as long: in a cluster,
-  int64_t far_row_cost_bytes;       // in a group whose mail goes by global memory, for logits of 16 bits,
-  int64_t far_row_cost_bytes_fp32;  // and of 32, where that memory is busier
+  int64_t global_row_cost_bytes;       // in a group whose mail goes by global memory, for logits of 16 bits,
+  int64_t global_row_cost_bytes_fp32;  // and of 32, where that memory is busier
 };
 constexpr FusedPolicy kFusedPolicy = {4096, 4096, 3, 6144, 8192, 24576};
 

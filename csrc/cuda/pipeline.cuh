@@ -28,6 +28,18 @@ struct Barrier {
         "DONE:\n"
         "}" ::"r"(shared_address(&word)), "r"(parity) : "memory");
   }
+  // The same for what other blocks of the cluster have written.
+  __device__ __forceinline__ void wait_for_cluster(uint32_t parity) {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:\n"
+        "}" ::"r"(shared_address(&word)), "r"(parity) : "memory");
+  }
 };
 
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }

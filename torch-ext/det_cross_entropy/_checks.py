@@ -141,8 +141,8 @@ def may_overwrite(inplace_backward, logits, rows):
         raise TypeError(f"inplace_backward: expected True or False, got {inplace_backward!r}")
     if not inplace_backward or torch.compiler.is_compiling() or not logits.requires_grad or not torch.is_grad_enabled():
         return False
-    if logits.is_leaf:
-        raise ValueError("inplace_backward: logits is a leaf, and would lose its value to its own gradient; expected the output of a layer")
+    if logits.is_leaf or (logits._is_view() and logits._base.is_leaf and logits._base.requires_grad):
+        raise ValueError("inplace_backward: logits is a leaf or a view of one, which would lose its value to its own gradient; expected the output of a layer")
     if rows.data_ptr() != logits.data_ptr():
         raise ValueError(f"inplace_backward: expected logits with adjacent columns and rows at one distance, got strides {tuple(logits.stride())}")
     if rows.shape[0] > 1 and rows.stride(0) < rows.shape[1]:
