@@ -14,6 +14,7 @@ struct Logits {
   int64_t rows;
   int64_t columns;     // of the tensor, 0 <= columns < 2^31
   int64_t row_stride;  // elements; columns are adjacent
+  int64_t width;       // columns that may be read, those of a padding included: >= columns
 };
 
 struct Targets {
@@ -80,8 +81,6 @@ struct Upstream {
   const float* lse;     // that of the row's lse, which needs states of width 4; null: none
   int64_t lse_stride;
 };
-// Of one value, 1.
-constexpr Upstream upstream_one(const int64_t* sums, Divisor divisor) { return {nullptr, 0, sums, divisor, nullptr, 0}; }
 
 #define DCE_BACKEND_FUNCTIONS(Context)                                                                                               \
   void row_max(const Logits&, const Shard&, float* out, Context);                                                                    \

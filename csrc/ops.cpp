@@ -42,7 +42,7 @@ Logits view_logits(const Tensor& logits) {
   STD_TORCH_CHECK(logits.dim() == 2, "logits: expected [N, V], got ", logits.dim(), " dimensions");
   STD_TORCH_CHECK(logits.size(1) < (int64_t{1} << 31), "logits: expected V < 2^31, got V = ", logits.size(1));
   STD_TORCH_CHECK(logits.size(1) <= 1 || logits.stride(1) == 1, "logits: expected adjacent columns, got stride ", logits.stride(1));
-  return {logits.const_data_ptr(), dtype_of(logits), logits.size(0), logits.size(1), logits.stride(0)};
+  return {logits.const_data_ptr(), dtype_of(logits), logits.size(0), logits.size(1), logits.stride(0), logits.size(1)};
 }
 
 // Of a whole vocabulary, where a shard may be empty.
@@ -364,11 +364,12 @@ Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_ind
   const int64_t rows = loss.size(0);
   const float* l = float_rows(loss, "loss", loss, rows);
   const Targets t = view_targets(targets, loss, rows, ignore_index);
+  const Weights weights = view_weights(weight, loss);
   const int64_t words = weight.has_value() ? kBatchWords : kSumWords;
   Tensor sums = empty(loss, {words}, ScalarType::Long);
   DCE_CALL(loss, count_targets, t, rows, sums.mutable_data_ptr<int64_t>(), words);
   DCE_CALL(loss, sum_losses, l, t, rows, sums.mutable_data_ptr<int64_t>());
-  if (weight.has_value()) DCE_CALL(loss, sum_weights, view_weights(weight, loss), t, rows, sums.mutable_data_ptr<int64_t>() + kSumWords);
+  if (weight.has_value()) DCE_CALL(loss, sum_weights, weights, t, rows, sums.mutable_data_ptr<int64_t>() + kSumWords);
   return sums;
 }
 

@@ -142,6 +142,11 @@ DCE_FN RowState scaled_state(const RowOptions& options, const RowState& state, d
   const double slope = mul64(2.0, options.z_loss);
   return {mul64(state.inv, fma64(slope, lse, weight)), fma64(mul64(slope, lse), share, tgt)};
 }
+// Of a row that has a target.
+DCE_FN RowState state_with(const RowOptions& options, const RowSums& r, int64_t target) {
+  const RowState state = row_state(r);
+  return options.on ? scaled_state(options, state, static_cast<double>(weight_of(options.weights, target)), row_lse(r), target_share(r)) : state;
+}
 DCE_FN float canonical(double x) {
   const float y = static_cast<float>(x);
   return is_nan(y) ? from_bits(kNaN32) : y;
@@ -236,6 +241,8 @@ struct RowScale {
   float scale;   // of every column's a = P 2^-23 2^(n - n_max)
   float target;  // the gradient at the target itself
 };
+// 1 for every row.
+DCE_FN Upstream upstream_one(const int64_t* sums, Divisor divisor) { return {nullptr, 0, sums, divisor, nullptr, 0}; }
 // grad: the row's upstream gradient.
 DCE_FN double upstream(float grad, const int64_t* sums, Divisor divisor) {
   const double g = static_cast<double>(grad), nan64 = from_bits(uint64_t{0x7FF8000000000000});

@@ -32,8 +32,8 @@ constexpr int kFusedThreads = (kLoader + 1) * kWarp;
 // A mailbox is used again when a block's combiner is two rows further. By then it has had the mail of its next row from each other block, which that block's
 // combiner sends after it has read this one: no mail is overwritten unread.
 constexpr int kMailboxes = 2 * kCombiners;
-constexpr int kMailAt = 16;  // word of the zeros, after the sums and their counter: a multiple of 16 bytes
-static_assert(kMailAt > kSumWords, "word kSumWords is reduce_losses'");
+constexpr int kMailAt = 32;  // word of the zeros, after the sums and their counter: a multiple of 16 bytes
+static_assert(kMailAt > kBatchWords, "word kBatchWords is reduce_losses'");
 constexpr int kMaxSlots = 6;
 constexpr uint32_t kBulkBytes = 16384;
 
@@ -63,7 +63,7 @@ struct Control {
 struct Rows {
   Logits logits;
   Targets targets;
-  const int64_t* sums;  // for a mean: its count; else null
+  const int64_t* sums;  // for a mean: what it divides by; else null
   float* row_max;
   int64_t* words;
   int32_t* status;  // kOk, or kRedo for settle_kernel
@@ -72,6 +72,9 @@ struct Rows {
   int32_t group, slots;
   int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
   uint32_t minus_first;  // TermTable's
+  int64_t grad_stride;
+  Divisor divisor;
+  RowOptions options;
 };
 constexpr int32_t kRedo = 1 << 30;
 
@@ -281,7 +284,8 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
   if (message.own >= 0 && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
 }
 
-template <class T, bool kGrad>
+// kOptions: rows have options that change their scale, or columns that do not end with a vector, or gradients at another distance than columns.
+template <class T, bool kGrad, bool kOptions>
 __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
@@ -301,7 +305,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
-  const int vectors = columns / kLanes;
+  const int vectors = (kOptions ? columns + kLanes - 1 : columns) / kLanes;
   const int64_t slot_bytes = static_cast<int64_t>(rows.slice) * sizeof(T);
 
   if (threadIdx.x == 0) {
@@ -329,7 +333,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           continue;
         }
         const unsigned char* const from = reinterpret_cast<const unsigned char*>(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride + begin);
-        const uint32_t bytes = columns * static_cast<uint32_t>(sizeof(T));
+        const uint32_t bytes = (kOptions ? vectors * kLanes : columns) * static_cast<uint32_t>(sizeof(T));
         control.slot[slot.index].full.arrive_and_expect(bytes);
         for (uint32_t at = 0; at < bytes; at += kBulkBytes)
           bulk_load(ring + slot.index * slot_bytes + at, from + at, bytes - at < kBulkBytes ? bytes - at : kBulkBytes, control.slot[slot.index].full);
@@ -340,7 +344,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
     Mail* const far_mail = rows.mail + blockIdx.y * static_cast<int64_t>(kMailboxes) * rows.group;
-    const double g = upstream_of({nullptr, 0, rows.sums}, 0);
+    const double g = upstream_of(upstream_one(rows.sums, kOptions ? rows.divisor : rows.sums != nullptr ? Divisor::kCount : Divisor::kOne), 0);
     for (int64_t row = first_row + own * groups; row < rows.logits.rows; row += kCombiners * groups) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
@@ -372,7 +376,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           } else if (total.degenerate || !has_target) {
             message.mode = kNaN;
           } else {
-            message = {row_scale(g, state_of(total, x)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
+            const RowSums sums = sums_of(total, x);
+            message = {row_scale(g, kOptions ? state_with(rows.options, sums, target) : row_state(sums)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
           }
         }
       }
@@ -403,8 +408,15 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       Share share = {-INFINITY, 0.0f, false};
       if (row < rows.logits.rows) {
         control.slot[slot.index].full.wait(slot.parity);
-        if (!control.slot[slot.index].ignored)
+        if (!control.slot[slot.index].ignored) {
+          if (kOptions && vectors * kLanes != columns && (vectors - 1) % (kWorkers * kWarp) == turn * kWarp + lane) {
+            // columns of the padding in the last vector, which is this thread's alone, take no part
+            T* const last = reinterpret_cast<T*>(ring + slot.index * slot_bytes) + (vectors - 1) * kLanes;
+            for (int j = columns % kLanes; j < kLanes; ++j) last[j] = narrow<T>(-INFINITY);
+            fence_async();
+          }
           share = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, turn * kWarp + lane, table, control.slot[slot.index].sum[warp]);
+        }
         __syncwarp();
         if (lane == 0) {
           control.slot[slot.index].summed.arrive();
@@ -416,7 +428,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         control.slot[grad_slot.index].scaled.wait(grad_slot.parity);
         const RowMessage message = control.slot[grad_slot.index].message;
         const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
-        T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
+        T* const to = static_cast<T*>(rows.grad) + grad_row * (kOptions ? rows.grad_stride : rows.logits.columns) + begin;
         const int first = grad_turn * kWarp + lane;
         if (message.mode == kScaled) {
           write_share<T>(slice, vectors, first, grad_share, table, message, to);
@@ -456,12 +468,12 @@ __device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& sc
       RowSums sums;
       shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
       if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-        shared_scale = row_scale(upstream_of({nullptr, 0, rows.sums}, row), row_state(sums));
+        shared_scale = row_scale(upstream_of(upstream_one(rows.sums, rows.divisor), row), state_with(rows.options, sums, target));
     }
   }
   __syncthreads();
   if (!kGrad) return;
-  T* const to = static_cast<T*>(rows.grad) + row * rows.logits.columns;
+  T* const to = static_cast<T*>(rows.grad) + row * rows.grad_stride;
   if (is_finite(shared_scale.scale)) {
     gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, shared_scale, target, to);
   } else {
@@ -490,7 +502,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(co
   for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
   words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-  write_row(out, row, finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index));
+  write_row(out, row, finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index, rows.options));
 }
 
 // ---- host: how a row is laid over blocks
@@ -528,7 +540,7 @@ struct Device {
   int processors = 0;
   int clusters[kMaxCluster + 1] = {};  // how many clusters of each size it holds at once, a block a processor
 };
-template <class T, bool kGrad>
+template <class T, bool kGrad, bool kOptions>
 const Device& device_of(int index) {
   static std::mutex mutex;
   static std::map<int, Device> known;
@@ -536,7 +548,7 @@ const Device& device_of(int index) {
   const auto found = known.find(index);
   if (found != known.end()) return found->second;
   Device& d = known[index];
-  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
+  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad, kOptions>);
   int major = 0, shared_bytes = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "cudaDeviceGetAttribute");
@@ -561,21 +573,22 @@ const Device& device_of(int index) {
 }
 
 // False if the layout or the device is not one for this kernel.
-template <class T, bool kGrad>
-bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
+template <class T, bool kGrad, bool kOptions>
+bool make_plan(const Logits& logits, const void* grad, int64_t grad_stride, Plan& plan) {
   constexpr int kLanes = kVector<T>;
+  const int64_t vectors = (logits.columns + kLanes - 1) / kLanes;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
-  if (logits.columns % kLanes != 0 || logits.row_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
+  if (vectors * kLanes > logits.width || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
-  const Device& device = device_of<T, kGrad>(index);
+  const Device& device = device_of<T, kGrad, kOptions>(index);
   // short rows go stage by stage, unless they are few: then it is the launches that take the time
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes && logits.rows > device.processors) return false;
   int64_t best = 0;
   for (const bool cluster : {true, false}) {
     const int64_t row_cost = cluster ? kFusedPolicy.row_cost_bytes : sizeof(T) == 2 ? kFusedPolicy.far_row_cost_bytes : kFusedPolicy.far_row_cost_bytes_fp32;
     for (int group = 1; group <= kMaxCluster; ++group) {
-      const int64_t slice = ((logits.columns / kLanes + group - 1) / group) * kLanes;
+      const int64_t slice = ((vectors + group - 1) / group) * kLanes;
       const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
       int slots = kMaxSlots;
       while (slots > 0 && overhead_bytes<T>(cluster ? group : 0, slots) + slots * slot_bytes > device.shared_bytes) --slots;
@@ -591,16 +604,17 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
   return best > 0;
 }
 
-template <class T, bool kGrad>
-bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch, bool mean, float* row_max, const RowOutputs& out, void* grad, Context context) {
+template <class T, bool kGrad, bool kOptions>
+bool launch(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, Divisor divisor, float* row_max, const RowOutputs& out, void* grad,
+            int64_t grad_stride, Context context) {
   Plan plan;
-  if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
+  if (!make_plan<T, kGrad, kOptions>(logits, grad, grad_stride, plan)) return false;
   Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
-  const Rows rows = {logits, targets, mean ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
-                     TermTable<__nv_bfloat16>::kMinusFirst};
+  const Rows rows = {logits, targets, divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
+                     TermTable<__nv_bfloat16>::kMinusFirst, grad_stride, divisor, options};
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure(plan, &attribute, stream_of(context));
-  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, rows);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad, kOptions>, rows);
   if (launched == cudaErrorCooperativeLaunchTooLarge) {  // a part of the device is somebody else's
     cudaGetLastError();
     return false;
@@ -616,12 +630,22 @@ bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch
 
 void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_t>(processors()) * kMailboxes * (sizeof(Mail) / sizeof(int64_t)); }
 
-bool fused(const Logits& logits, const Targets& targets, const Scratch& scratch, bool mean, float* row_max, const RowOutputs& out, void* grad, Context context) {
+bool fused(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, Divisor divisor, float* row_max, const RowOutputs& out, void* grad,
+           int64_t grad_stride, Context context) {
   bool done = false;
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    done = grad != nullptr ? launch<T, true>(logits, targets, scratch, mean, row_max, out, grad, context)
-                           : launch<T, false>(logits, targets, scratch, mean, row_max, out, grad, context);
+    const auto run = [&](auto with_grad, auto with_options) {
+      done = launch<T, decltype(with_grad)::value, decltype(with_options)::value>(logits, targets, options, scratch, divisor, row_max, out, grad, grad_stride, context);
+    };
+    const bool partial = logits.columns % kVector<T> != 0;
+    if (grad == nullptr) {
+      partial ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
+    } else if (partial || grad_stride != logits.columns || (options.on && (options.z_loss != 0.0 || options.weights.data != nullptr))) {
+      run(std::true_type(), std::true_type());
+    } else {
+      run(std::true_type(), std::false_type());
+    }
   });
   return done;
 }

@@ -8,7 +8,7 @@ namespace cuda {
 
 // Writes row_max, the rows' results and, where grad is not null, the gradient. False, with nothing done, where the device or the layout of the logits does not
 // allow it.
-bool fused(const Logits&, const Targets&, const Scratch&, bool mean, float* row_max, const RowOutputs&, void* grad, Context);
+bool fused(const Logits&, const Targets&, const RowOptions&, const Scratch&, Divisor, float* row_max, const RowOutputs&, void* grad, int64_t grad_stride, Context);
 
 }  // namespace cuda
 }  // namespace dce

@@ -8,17 +8,28 @@ namespace {
 
 constexpr int kSumThreads = 256;
 
+// What is added up: losses, or the weights of the rows' targets.
+struct Losses {
+  const float* loss;
+  __device__ __forceinline__ float operator()(const Targets&, int64_t row) const { return loss[row]; }
+};
+struct TargetWeights {
+  Weights weights;
+  __device__ __forceinline__ float operator()(const Targets& targets, int64_t row) const { return weight_of(weights, target_at(targets, row)); }
+};
+
 // Lanes whose losses fall on the same digit add up inside the warp; one of them adds to the block's words, one thread a word to the result.
 // With out, the block that ends last rounds the sum; `done`, which is 0, counts blocks.
-__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums, unsigned* done, bool mean, float* out) {
-  __shared__ int64_t words[kSumWords];
+template <class Values>
+__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(Values values, Targets targets, int64_t rows, int64_t* sums, unsigned* done, Divisor divisor, float* out) {
+  __shared__ int64_t words[kBatchWords];
   if (threadIdx.x < kSumWords) words[threadIdx.x] = 0;
   __syncthreads();
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kSumThreads;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kSumThreads; first < rows; first += stride) {
     const int64_t row = first + threadIdx.x;
     const bool counted = row < rows && target_at(targets, row) != targets.ignore_index;
-    const float l = counted ? loss[row] : 0.0f;
+    const float l = counted ? values(targets, row) : 0.0f;
     const LossTerm t = loss_term(is_finite(l) ? l : 0.0f);
     const bool plus = is_nan(l) || (!is_finite(l) && l > 0), minus = is_nan(l) || (!is_finite(l) && l < 0);
     const unsigned all = 0xFFFFFFFFu;
@@ -50,8 +61,8 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* lo
   __syncthreads();
   if (threadIdx.x == 0 && atomicAdd(done, 1u) == gridDim.x - 1) {
     __threadfence();
-    for (int i = 0; i < kSumWords; ++i) words[i] = __ldcg(&sums[i]);
-    *out = round_sum(words, mean);
+    for (int i = 0; i < (divisor == Divisor::kWeights ? kBatchWords : kSumWords); ++i) words[i] = __ldcg(&sums[i]);
+    *out = round_sum(words, divisor);
   }
 }
 
@@ -63,7 +74,7 @@ __global__ void __launch_bounds__(kSumThreads) count_targets_kernel(Targets targ
   if (threadIdx.x % kWarp == 0 && count != 0) atomic_add(&sums[kCountWord], count);
 }
 
-__global__ void round_sums_kernel(const int64_t* sums, bool mean, float* out) { *out = round_sum(sums, mean); }
+__global__ void round_sums_kernel(const int64_t* sums, Divisor divisor, float* out) { *out = round_sum(sums, divisor); }
 
 __global__ void terms_kernel(const float* x, int64_t count, int32_t* significand, int32_t* exponent) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
@@ -91,18 +102,24 @@ void count_targets(const Targets& targets, int64_t rows, int64_t* sums, int64_t 
 
 void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
   if (rows == 0) return;
-  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, nullptr, false, nullptr);
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(Losses{loss}, targets, rows, sums, nullptr, Divisor::kOne, nullptr);
   check(cudaGetLastError(), "loss_digits");
 }
 
-void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, bool mean, float* out, Context context) {
-  unsigned* const done = reinterpret_cast<unsigned*>(sums + kSumWords);
-  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, done, mean, out);
+void sum_weights(const Weights& weights, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
+  if (rows == 0) return;
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(TargetWeights{weights}, targets, rows, sums, nullptr, Divisor::kOne, nullptr);
+  check(cudaGetLastError(), "loss_digits");
+}
+
+void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Divisor divisor, float* out, Context context) {
+  unsigned* const done = reinterpret_cast<unsigned*>(sums + kBatchWords);
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(Losses{loss}, targets, rows, sums, done, divisor, out);
   check(cudaGetLastError(), "cross_entropy");
 }
 
-void round_sums(const int64_t* sums, bool mean, float* out, Context context) {
-  round_sums_kernel<<<1, 1, 0, stream_of(context)>>>(sums, mean, out);
+void round_sums(const int64_t* sums, Divisor divisor, float* out, Context context) {
+  round_sums_kernel<<<1, 1, 0, stream_of(context)>>>(sums, divisor, out);
   check(cudaGetLastError(), "reduce_digits");
 }
 
