@@ -14,7 +14,6 @@ struct Logits {
   int64_t rows;
   int64_t columns;     // of the tensor, 0 <= columns < 2^31
   int64_t row_stride;  // elements; columns are adjacent
-  int64_t width;       // columns that may be read, those of a padding included: >= columns
 };
 
 struct Targets {
@@ -42,8 +41,9 @@ struct RowOptions {
   bool on;        // false: none, and nothing below is looked at
   double z_loss;  // lambda, >= 0
   Weights weights;
+  int64_t padding;  // columns of the tensor after the valid ones: they may be read, and take no part
 };
-constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}};
+constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}, 0};
 
 // What a mean divides by.
 enum class Divisor : int {
@@ -76,7 +76,7 @@ struct Scratch {
 struct Upstream {
   const float* grad;
   int64_t stride;
-  const int64_t* sums;  // for a mean, the words that its divisor is read from
+  const int64_t* sums;  // for a mean, the words that its divisor is read from; else null
   Divisor divisor;
   const float* lse;     // that of the row's lse, which needs states of width 4; null: none
   int64_t lse_stride;

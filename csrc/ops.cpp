@@ -42,7 +42,7 @@ Logits view_logits(const Tensor& logits) {
   STD_TORCH_CHECK(logits.dim() == 2, "logits: expected [N, V], got ", logits.dim(), " dimensions");
   STD_TORCH_CHECK(logits.size(1) < (int64_t{1} << 31), "logits: expected V < 2^31, got V = ", logits.size(1));
   STD_TORCH_CHECK(logits.size(1) <= 1 || logits.stride(1) == 1, "logits: expected adjacent columns, got stride ", logits.stride(1));
-  return {logits.const_data_ptr(), dtype_of(logits), logits.size(0), logits.size(1), logits.stride(0), logits.size(1)};
+  return {logits.const_data_ptr(), dtype_of(logits), logits.size(0), logits.size(1), logits.stride(0)};
 }
 
 // Of a whole vocabulary, where a shard may be empty.
@@ -160,7 +160,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const 
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> finalize_with_options(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax,
                                                                                  int64_t ignore_index, int64_t columns, double z_loss, const std::optional<Tensor>& weight) {
-  const RowTensors out = finalize_rows(digits, target_logits, targets, rowmax, ignore_index, columns, {true, z_loss, view_weights(weight, digits)});
+  const RowTensors out = finalize_rows(digits, target_logits, targets, rowmax, ignore_index, columns, {true, z_loss, view_weights(weight, digits), 0});
   return {out.loss, out.denom, out.state, out.status, *out.lse, *out.z_loss};
 }
 
@@ -229,7 +229,10 @@ struct Batch {
         reduction(reduction) {
     STD_TORCH_CHECK(reduction == kNone || reduction == kMean || reduction == kSum, "reduction: expected 0, 1 or 2, got ", reduction);
     STD_TORCH_CHECK(valid_vocab >= 0 && valid_vocab <= x.columns, "valid_vocab: expected 1 to ", x.columns, ", or 0 for all, got ", valid_vocab);
-    if (valid_vocab > 0) x.columns = valid_vocab;
+    if (valid_vocab > 0) {
+      this->options.padding = x.columns - valid_vocab;
+      x.columns = valid_vocab;
+    }
     DCE_CALL(logits, zero_words, &zeros);
     scratch = empty(logits, {zeros + x.rows * kWords}, ScalarType::Long);
     sums = torch::stable::narrow(scratch, 0, 0, reduction == kNone ? 0 : divisor == Divisor::kWeights ? kBatchWords : kSumWords);
@@ -311,7 +314,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_with_options(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index,
                                                                                                       double z_loss, const std::optional<Tensor>& weight,
                                                                                                       const std::optional<Tensor>& num_items, int64_t valid_vocab) {
-  const Batch b(logits, targets, reduction, ignore_index, {true, z_loss, view_weights(weight, logits)}, num_items, valid_vocab);
+  const Batch b(logits, targets, reduction, ignore_index, {true, z_loss, view_weights(weight, logits), 0}, num_items, valid_vocab);
   b.forward(logits);
   return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, *b.rows.lse, *b.rows.z_loss};
 }
@@ -320,7 +323,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
                                                                                                                    int64_t ignore_index, double z_loss, const std::optional<Tensor>& weight,
                                                                                                                    const std::optional<Tensor>& num_items, int64_t valid_vocab) {
   STD_TORCH_CHECK(reduction != kNone, "reduction: expected 1 or 2, got 0");
-  const Batch b(logits, targets, reduction, ignore_index, {true, z_loss, view_weights(weight, logits)}, num_items, valid_vocab);
+  const Batch b(logits, targets, reduction, ignore_index, {true, z_loss, view_weights(weight, logits), 0}, num_items, valid_vocab);
   const Tensor grad = b.forward_backward(logits);
   return {b.reduce(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, *b.rows.lse, *b.rows.z_loss, grad};
 }

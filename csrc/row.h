@@ -242,27 +242,33 @@ struct RowScale {
   float target;  // the gradient at the target itself
 };
 // 1 for every row.
-DCE_FN Upstream upstream_one(const int64_t* sums, Divisor divisor) { return {nullptr, 0, sums, divisor, nullptr, 0}; }
-// grad: the row's upstream gradient.
-DCE_FN double upstream(float grad, const int64_t* sums, Divisor divisor) {
-  const double g = static_cast<double>(grad), nan64 = from_bits(uint64_t{0x7FF8000000000000});
-  if (divisor == Divisor::kOne) return g;
-  if (divisor == Divisor::kCount) return sums[kCountWord] > 0 ? div(g, static_cast<double>(sums[kCountWord])) : nan64;
-  const double w = weight_sum(sums + kSumWords);
-  return w > 0.0 ? div(g, w) : w < 0.0 ? div(-g, -w) : nan64;
+DCE_FN Upstream upstream_one(const int64_t* sums, Divisor divisor) { return {nullptr, 0, divisor == Divisor::kOne ? nullptr : sums, divisor, nullptr, 0}; }
+// grad: the row's upstream gradient; count: for a mean, points to the number of rows counted, else null.
+DCE_FN double upstream(float grad, const int64_t* count) {
+  const double g = static_cast<double>(grad);
+  if (count == nullptr) return g;
+  return *count > 0 ? div(g, static_cast<double>(*count)) : from_bits(uint64_t{0x7FF8000000000000});
 }
-// The upstream gradient of a row.
-DCE_FN double upstream_of(const Upstream& u, int64_t row) { return upstream(u.grad != nullptr ? u.grad[row * u.stride] : 1.0f, u.sums, u.divisor); }
+DCE_FN float grad_of(const Upstream& u, int64_t row) { return u.grad != nullptr ? u.grad[row * u.stride] : 1.0f; }
+// The upstream gradient of a row, where no mean divides by weights.
+DCE_FN double plain_upstream_of(const Upstream& u, int64_t row) { return upstream(grad_of(u, row), u.sums != nullptr ? u.sums + kCountWord : nullptr); }
+DCE_FN double upstream_of(const Upstream& u, int64_t row) {
+  if (u.divisor != Divisor::kWeights) return plain_upstream_of(u, row);
+  const double g = static_cast<double>(grad_of(u, row)), w = weight_sum(u.sums + kSumWords);
+  return w > 0.0 ? div(g, w) : w < 0.0 ? div(-g, -w) : from_bits(uint64_t{0x7FF8000000000000});
+}
+DCE_FN RowState state_of(const RowStates& states, int64_t row) { return {states.data[states.width * row], states.data[states.width * row + 1]}; }
 DCE_FN RowScale row_scale(double upstream, const RowState& state) {
   const RowScale out = {static_cast<float>(mul64(upstream, state.inv)), static_cast<float>(mul64(upstream, state.tgt))};
   return out;
 }
 DCE_FN RowScale row_scale_of(const Upstream& u, const RowStates& states, int64_t row) {
-  const double* const s = states.data + states.width * row;
   const double g = upstream_of(u, row);
-  if (u.lse == nullptr) return row_scale(g, {s[0], s[1]});
+  const RowState state = state_of(states, row);
+  if (u.lse == nullptr) return row_scale(g, state);
   const double l = static_cast<double>(u.lse[row * u.lse_stride]);
-  return {static_cast<float>(fma64(l, s[2], mul64(g, s[0]))), static_cast<float>(fma64(l, s[3], mul64(g, s[1])))};
+  const double* const lse_state = states.data + states.width * row + 2;
+  return {static_cast<float>(fma64(l, lse_state[0], mul64(g, state.inv))), static_cast<float>(fma64(l, lse_state[1], mul64(g, state.tgt)))};
 }
 
 constexpr int kGradDepth = 125;  // octaves below n_max; a lower term's gradient is 0

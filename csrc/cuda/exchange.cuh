@@ -197,11 +197,7 @@ __device__ __forceinline__ RowSums sums_of(const RowTotal& total, float x_target
   const Term e = term(x_target);
   const int32_t shift = term_exponent(e) - total.base;
   uint64_t limb[4] = {total.limb[0], total.limb[1], total.limb[2], total.limb[3]};
-  RowSums sums = {};
-  sums.kept = x_target >= kLowestTerm && shift >= 0;
-  sums.n_target = term_exponent(e);
-  sums.p_target = term_significand(e);
-  if ((threadIdx.x & 1) && sums.kept) {
+  if ((threadIdx.x & 1) && x_target >= kLowestTerm && shift >= 0) {
     const uint128 v = static_cast<uint128>(term_significand(e)) << (shift & 63);
     uint64_t borrow = 0;
 #pragma unroll
@@ -213,11 +209,21 @@ __device__ __forceinline__ RowSums sums_of(const RowTotal& total, float x_target
     }
   }
   const Scaled mine = leading(limb[0], limb[1], limb[2], limb[3]);
+  RowSums sums = {};
+  sums.kept = x_target >= kLowestTerm && shift >= 0;
+  sums.n_target = term_exponent(e);
+  sums.p_target = term_significand(e);
   sums.frame.n_max = total.n_max;
   const int unit = total.base - 23;
   sums.s = {__shfl_sync(all, mine.m, 0), __shfl_sync(all, mine.k, 0) + unit};
   sums.d = {__shfl_sync(all, mine.m, 1), __shfl_sync(all, mine.k, 1) + unit};
   return sums;
+}
+
+template <bool kOptions>
+__device__ __forceinline__ RowState scaled_state_of(const RowOptions& options, const RowTotal& total, float x_target, int64_t target) {
+  const RowSums sums = sums_of(total, x_target);
+  return kOptions ? state_with(options, sums, target) : row_state(sums);
 }
 
 }  // namespace cuda

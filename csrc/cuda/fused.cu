@@ -72,9 +72,12 @@ struct Rows {
   int32_t group, slots;
   int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
   uint32_t minus_first;  // TermTable's
-  int64_t grad_stride;
-  Divisor divisor;
+};
+// A parameter of its own, so that the kernel without options is not laid out anew.
+struct RowExtras {
   RowOptions options;
+  Divisor divisor;
+  int64_t grad_stride;
 };
 constexpr int32_t kRedo = 1 << 30;
 
@@ -286,7 +289,7 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
 
 // kOptions: rows have options that change their scale, or columns that do not end with a vector, or gradients at another distance than columns.
 template <class T, bool kGrad, bool kOptions>
-__global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows) {
+__global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows, const RowExtras extras) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
@@ -344,7 +347,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
     Mail* const far_mail = rows.mail + blockIdx.y * static_cast<int64_t>(kMailboxes) * rows.group;
-    const double g = upstream_of(upstream_one(rows.sums, kOptions ? rows.divisor : rows.sums != nullptr ? Divisor::kCount : Divisor::kOne), 0);
+    const double g = kOptions ? upstream_of(upstream_one(rows.sums, extras.divisor), 0) : plain_upstream_of({nullptr, 0, rows.sums, Divisor::kOne, nullptr, 0}, 0);
     for (int64_t row = first_row + own * groups; row < rows.logits.rows; row += kCombiners * groups) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
@@ -376,8 +379,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           } else if (total.degenerate || !has_target) {
             message.mode = kNaN;
           } else {
-            const RowSums sums = sums_of(total, x);
-            message = {row_scale(g, kOptions ? state_with(rows.options, sums, target) : row_state(sums)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
+            message = {row_scale(g, scaled_state_of<kOptions>(extras.options, total, x, target)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
           }
         }
       }
@@ -428,7 +430,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         control.slot[grad_slot.index].scaled.wait(grad_slot.parity);
         const RowMessage message = control.slot[grad_slot.index].message;
         const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
-        T* const to = static_cast<T*>(rows.grad) + grad_row * (kOptions ? rows.grad_stride : rows.logits.columns) + begin;
+        T* to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
+        if constexpr (kOptions) to = static_cast<T*>(rows.grad) + grad_row * extras.grad_stride + begin;
         const int first = grad_turn * kWarp + lane;
         if (message.mode == kScaled) {
           write_share<T>(slice, vectors, first, grad_share, table, message, to);
@@ -455,7 +458,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
 
 // A row marked kRedo, by a whole block, with the maximum known.
 template <class T, bool kGrad, int kThreads>
-__device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& scratch, RowScale& shared_scale) {
+__device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row, SumScratch<kThreads>& scratch, RowScale& shared_scale) {
   const float max = rows.row_max[row];
   const RowVectors<T> whole(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride, rows.logits.columns);
   const int64_t target = target_at(rows.targets, row);
@@ -468,12 +471,12 @@ __device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& sc
       RowSums sums;
       shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
       if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-        shared_scale = row_scale(upstream_of(upstream_one(rows.sums, rows.divisor), row), state_with(rows.options, sums, target));
+        shared_scale = row_scale(upstream_of(upstream_one(rows.sums, extras.divisor), row), state_with(extras.options, sums, target));
     }
   }
   __syncthreads();
   if (!kGrad) return;
-  T* const to = static_cast<T*>(rows.grad) + row * rows.grad_stride;
+  T* const to = static_cast<T*>(rows.grad) + row * extras.grad_stride;
   if (is_finite(shared_scale.scale)) {
     gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, shared_scale, target, to);
   } else {
@@ -485,12 +488,12 @@ __device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& sc
 // Redoes the rows that are marked, then takes each row from its digits to its results.
 constexpr int kSettleRows = 16;  // a block
 template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(const Rows rows, const RowOutputs out) {
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out) {
   __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
   __shared__ RowScale shared_scale;
   const int64_t first = blockIdx.x * static_cast<int64_t>(kSettleRows);
   for (int64_t row = first; row < first + kSettleRows && row < rows.logits.rows; ++row)
-    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, row, scratch, shared_scale);
+    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, extras, row, scratch, shared_scale);
   __syncthreads();
   const int64_t row = first + threadIdx.x;
   if (threadIdx.x >= kSettleRows || row >= rows.logits.rows) return;
@@ -502,7 +505,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, 1) settle_kernel(co
   for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
   words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-  write_row(out, row, finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index, rows.options));
+  write_row(out, row, finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index, extras.options));
 }
 
 // ---- host: how a row is laid over blocks
@@ -574,11 +577,11 @@ const Device& device_of(int index) {
 
 // False if the layout or the device is not one for this kernel.
 template <class T, bool kGrad, bool kOptions>
-bool make_plan(const Logits& logits, const void* grad, int64_t grad_stride, Plan& plan) {
+bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t grad_stride, Plan& plan) {
   constexpr int kLanes = kVector<T>;
   const int64_t vectors = (logits.columns + kLanes - 1) / kLanes;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
-  if (vectors * kLanes > logits.width || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
+  if (vectors * kLanes > logits.columns + padding || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
   const Device& device = device_of<T, kGrad, kOptions>(index);
@@ -608,20 +611,21 @@ template <class T, bool kGrad, bool kOptions>
 bool launch(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, Divisor divisor, float* row_max, const RowOutputs& out, void* grad,
             int64_t grad_stride, Context context) {
   Plan plan;
-  if (!make_plan<T, kGrad, kOptions>(logits, grad, grad_stride, plan)) return false;
+  if (!make_plan<T, kGrad, kOptions>(logits, options.padding, grad, grad_stride, plan)) return false;
   Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
   const Rows rows = {logits, targets, divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
-                     TermTable<__nv_bfloat16>::kMinusFirst, grad_stride, divisor, options};
+                     TermTable<__nv_bfloat16>::kMinusFirst};
+  const RowExtras extras = {options, divisor, grad_stride};
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure(plan, &attribute, stream_of(context));
-  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad, kOptions>, rows);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad, kOptions>, rows, extras);
   if (launched == cudaErrorCooperativeLaunchTooLarge) {  // a part of the device is somebody else's
     cudaGetLastError();
     return false;
   }
   check(launched, "cross_entropy");
   const unsigned blocks = static_cast<unsigned>((logits.rows + kSettleRows - 1) / kSettleRows);
-  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, out);
+  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }
