@@ -142,6 +142,87 @@ def check_against_cpu(dce, make_case, cases):
     return different
 
 
+def options_of(index, columns, generator):
+    """Keyword arguments of a case, by turns: each option alone, then all."""
+    weight = torch.rand(columns, generator=generator) * 2 - 0.25
+    valid = max(1, columns - (0, 1, 3, 8, 130, columns // 2)[index // 5 % 6])
+    return ({"z_loss": 1e-3}, {"weight": weight}, {"valid_vocab": valid}, {"num_items": 77}, {"z_loss": 0.02, "weight": weight, "valid_vocab": valid})[index % 5]
+
+
+def check_options(dce, make_case, cases):
+    """The options on the GPU (fused, by stages, composed of shards, in place) against the CPU, byte for byte."""
+    generator = torch.Generator().manual_seed(int(time.time()))
+    different = []
+    for index in range(cases):
+        logits, targets, upstream = make_case(generator, index)
+        columns = logits.shape[1]
+        kw = options_of(index, columns, generator)
+        valid = kw.get("valid_vocab", columns)
+        if index % 2:
+            targets[(targets >= valid) & (targets < columns)] = 0
+        g_lse = torch.randn(len(targets), generator=generator)
+        per_device = []
+        for x, t, g, h in ((logits, targets, upstream, g_lse), (to_gpu(logits), targets.cuda(), upstream.cuda(), g_lse.cuda())):
+            own = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+            a_row = {k: v for k, v in own.items() if k != "num_items"}
+            out = []
+            for reduction in ("mean", "sum", "none"):
+                options = own if reduction == "mean" else a_row
+                leaf = x.detach().requires_grad_()
+                loss, z, lse = dce.cross_entropy(leaf, t, reduction, return_z_loss=True, return_lse=True, validate=False, **options)
+                of_loss = g if reduction == "none" else torch.ones_like(loss)
+                out += [loss.detach(), z, lse.detach()]
+                out += [torch.autograd.grad(loss, leaf, of_loss, retain_graph=True)[0], torch.autograd.grad([loss, lse], leaf, [of_loss, h], retain_graph=True)[0]]
+                out += [torch.autograd.grad(loss, leaf, of_loss * 0.7)[0]]
+            leaf = x.detach().clone().requires_grad_()
+            loss, lse = dce.cross_entropy(leaf.view_as(leaf), t, return_lse=True, inplace_backward=True, validate=False, **own)
+            out.append(torch.autograd.grad([loss, lse], leaf, [torch.ones_like(loss), h])[0])
+            cuts = [0, columns // 3, columns // 3, columns - columns // 4, columns]
+            shards = list(zip(cuts, cuts[1:]))
+            clipped = [(min(lo, valid), min(hi, valid)) for lo, hi in shards]
+            maximum = torch.stack([dce.rowmax(x, lo, hi) for lo, hi in clipped]).amax(0)
+            digits = sum(dce.denom_digits(x, maximum, lo, hi) for lo, hi in clipped)
+            out += dce.finalize(digits, x, t, maximum, return_z_loss=True, return_lse=True, validate=False, **a_row)
+            sums = dce.loss_digits(out[-4], t, weight=own.get("weight"))
+            out += [sums, dce.reduce_digits(sums), dce.finalize_mean(sums, 1001), dce.logprobs(x, t, validate=False)]
+            out += [dce.grad_logits(torch.ones_like(loss), x, t, digits, maximum, lo, hi, sums=sums, grad_lse=h, validate=False, **a_row) for lo, hi in shards]
+            per_device.append([dce.digest(o) for o in out])
+        wrong = [i for i, (a, b) in enumerate(zip(*per_device)) if a != b]
+        if wrong:
+            different.append(f"case {index} {tuple(logits.shape)} {logits.dtype} {sorted(kw)} valid {valid} outputs {wrong}")
+    print(f"{cases} {make_case.__name__}s compared with options")
+    return different
+
+
+def time_options(dce):
+    """Milliseconds of a training step with each option, beside the plain one."""
+    table = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        rows, columns = 4096, 128256
+        x = torch.randn(rows, columns, device="cuda", dtype=dtype, requires_grad=True)
+        t = torch.randint(columns - 300, (rows,), device="cuda")
+        weight = torch.rand(columns, device="cuda")
+
+        def step(pick=lambda out: out, **kw):
+            x.grad = None
+            pick(dce.cross_entropy(x, t, **kw)).backward()
+
+        table[f"{rows}x{columns} {str(dtype)[6:]}"] = {
+            "plain": median(step),
+            "z_loss": median(lambda: step(z_loss=1e-4)),
+            "weight": median(lambda: step(weight=weight)),
+            "num_items": median(lambda: step(num_items=4000)),
+            "valid_vocab, a multiple of 8": median(lambda: step(valid_vocab=columns - 256)),
+            "valid_vocab, odd": median(lambda: step(valid_vocab=columns - 255)),
+            "return_lse": median(lambda: step(lambda out: out[0], return_lse=True)),
+            "return_lse, with a gradient": median(lambda: step(lambda out: out[0] + out[1].sum(), return_lse=True)),
+            "all": median(lambda: step(lambda out: out[0], z_loss=1e-4, weight=weight, valid_vocab=columns - 255, return_z_loss=True, return_lse=True)),
+        }
+        del x, t
+        torch.cuda.empty_cache()
+    return table
+
+
 def check_term(dce):
     """Every float32 with |x| <= 2^20: significand and exponent, GPU against CPU."""
     ops = dce._registration.ops
@@ -191,13 +272,13 @@ def check_full_windows(dce):
     return wrong
 
 
-def check_graph(dce, rows, columns, dtype):
+def check_graph(dce, rows, columns, dtype, **options):
     x = torch.randn(rows, columns, device="cuda", dtype=dtype, requires_grad=True)
     t = torch.randint(columns, (rows,), device="cuda")
 
     def step():
         x.grad = None
-        loss = dce.cross_entropy(x, t)
+        loss = dce.cross_entropy(x, t, **options)
         loss.backward()
         return loss.detach()
 
@@ -324,6 +405,9 @@ def main():
     record("random batches against the CPU", check_against_cpu(dce, functools.partial(batch_case, most_rows=args.most_rows), args.batches), None)
     record("full windows", check_full_windows(dce))
     record("graph", check_graph(dce, 64, 32000, torch.float32) + check_graph(dce, 200, 128256, torch.bfloat16))
+    record("random cases with options against the CPU", check_options(dce, random_case, args.cases), None)
+    record("random batches with options against the CPU", check_options(dce, batch_case, args.batches), None)
+    record("graph with options", check_graph(dce, 200, 128256, torch.bfloat16, z_loss=1e-4, weight=torch.rand(128256, device="cuda"), valid_vocab=128256, num_items=torch.tensor(150, device="cuda")))
     record("compile", check_compile(dce))
     record("bad targets", check_bad_targets(dce))
     if not args.skip_large:
@@ -333,7 +417,8 @@ def main():
         record("term, every fp32 up to 2^20", [] if equal else ["term"], f"{compared} values, {'equal' if equal else 'different'}")
     if not args.skip_time:
         report["milliseconds"] = time_against_torch(dce)
-        print(json.dumps(report["milliseconds"], indent=1))
+        report["milliseconds with options"] = time_options(dce)
+        print(json.dumps([report["milliseconds"], report["milliseconds with options"]], indent=1))
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     return 1 if failures else 0

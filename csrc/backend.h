@@ -30,12 +30,40 @@ struct Shard {
 
 struct Agreement;  // ranks.h
 
+// float32, one a class; null: no weights.
+struct Weights {
+  const float* data;
+  int64_t size;  // classes, [0, 2^31); the weight of any other is NaN
+};
+
+// What changes a row's loss and scale, and nothing of its sum (SPEC 12).
+struct RowOptions {
+  bool on;        // false: none, and nothing below is looked at
+  double z_loss;  // lambda, >= 0
+  Weights weights;
+  int64_t padding;  // columns of the tensor after the valid ones: they may be read, and take no part
+};
+constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}, 0};
+
+// What a mean divides by.
+enum class Divisor : int {
+  kOne,      // a sum
+  kCount,    // the count among a batch's words (csrc/sums.h)
+  kWeights,  // the sum of weights, in twelve words after those
+};
+
 // What finalize writes, one a row.
 struct RowOutputs {
   float* loss;
   float* denom;
-  double* state;  // two a row: inv, tgt
+  double* state;  // two a row: inv, tgt; with options four: inv', tgt', inv, p
   int32_t* status;
+  float* lse;     // with options; else null
+  float* z_loss;
+};
+struct RowStates {
+  const double* data;
+  int64_t width;  // 2 or 4 a row
 };
 
 // Memory of a batch. zeros: the words of its sums (csrc/sums.h) and what else must start as 0, zero_words() in all; digits: rows x 8 words.
@@ -44,17 +72,20 @@ struct Scratch {
   int64_t* digits;
 };
 
-// The one loss of a batch. out null: none is asked for.
+// The one loss of a batch. out null: none is asked for. What a mean divides by is in the words of the batch already.
 struct Total {
-  bool mean;  // else the sum; its count is in the words of the batch already
+  Divisor divisor;
   float* out;
 };
 
-// Upstream gradient of the rows: one value a row (stride 1) or one for all (stride 0); null is 1 for all.
+// Upstream gradient of the rows: one value a row, or one for all (stride 0); null is 1 for all.
 struct Upstream {
   const float* grad;
   int64_t stride;
-  const int64_t* sums;  // for a mean, the words that its count is read from; else null
+  const int64_t* sums;  // for a mean, the words that its divisor is read from; else null
+  Divisor divisor;
+  const float* lse;     // that of the row's lse, which needs states of width 4; null: none
+  int64_t lse_stride;
 };
 
 #define DCE_BACKEND_FUNCTIONS(Context)                                                                                               \
@@ -62,7 +93,7 @@ struct Upstream {
   void denom_digits(const Logits&, const float* row_max, const Shard&, int64_t* digits, Context);                                    \
   /* columns: of the vocabulary, or -1: what word 6 says */                                                                          \
   void finalize(const int64_t* digits, const float* target_logits, const Targets&, const float* row_max, int64_t rows,               \
-                int64_t columns, const RowOutputs&, Context);                                                                        \
+                int64_t columns, const RowOptions&, const RowOutputs&, Context);                                                     \
   /* between ranks (ranks.h): images of maxima; from their maximum, the maxima and two words a row; from summed words, the targets   \
      that all ranks have, in the dtype of targets, and their logits */                                                               \
   void order_images(const float* x, int64_t rows, int32_t* image, Context);                                                          \
@@ -71,24 +102,30 @@ struct Upstream {
   void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets&, int64_t rows, void* settled,                   \
                       float* target_logits, Context);                                                                                \
   /* all stages over one tensor */                                                                                                   \
-  void forward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, const Total&, Context);             \
-  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can */                             \
-  void forward_backward(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, const Total&, void* grad,  \
-                        Context);                                                                                                    \
-  /* grad: rows at a distance of grad_stride elements; may be the logits themselves */                                               \
-  void backward(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, const Shard&, void* grad, \
+  void forward(const Logits&, const Targets&, const RowOptions&, const Scratch&, float* row_max, const RowOutputs&, const Total&,    \
+               Context);                                                                                                             \
+  /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can. grad: rows at a distance of   \
+     grad_stride elements */                                                                                                         \
+  void forward_backward(const Logits&, const Targets&, const RowOptions&, const Scratch&, float* row_max, const RowOutputs&,         \
+                        const Total&, void* grad, int64_t grad_stride, Context);                                                     \
+  /* grad may be the logits themselves */                                                                                            \
+  void backward(const Logits&, const Targets&, const float* row_max, const RowStates&, const Upstream&, const Shard&, void* grad,    \
                 int64_t grad_stride, Context);                                                                                       \
   /* the whole gradient again, if the one upstream value is not 1; decided on the device */                                          \
-  void backward_unless_one(const Logits&, const Targets&, const float* row_max, const double* state, const Upstream&, void* grad,    \
-                           Context);                                                                                                 \
+  void backward_unless_one(const Logits&, const Targets&, const float* row_max, const RowStates&, const Upstream&, void* grad,       \
+                           int64_t grad_stride, Context);                                                                            \
+  /* columns [lo, hi) of a gradient become +0 */                                                                                     \
+  void zero_columns(void* grad, Dtype, int64_t rows, int64_t stride, int64_t lo, int64_t hi, Context);                               \
   /* how many words of Scratch must be 0 */                                                                                          \
   void zero_words(int64_t* words, Context);                                                                                          \
-  /* 0 to `words` words, then the count of rows into those of a batch, which come first; then the losses into words that hold it */  \
+  /* 0 to `words` words, then the count of rows into those of a batch, which come first; then the losses, or the targets' weights,   \
+     into words that are 0 but for the count */                                                                                      \
   void count_targets(const Targets&, int64_t rows, int64_t* sums, int64_t words, Context);                                           \
   void sum_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, Context);                                          \
-  /* sum_losses and round_sums; word kSumWords of sums is there, and 0 */                                                            \
+  void sum_weights(const Weights&, const Targets&, int64_t rows, int64_t* sums, Context);                                            \
+  /* sum_losses and round_sums; word kBatchWords of sums is there, and 0 */                                                          \
   void reduce_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, const Total&, Context);                         \
-  void round_sums(const int64_t* sums, bool mean, float* out, Context);                                                              \
+  void round_sums(const int64_t* sums, Divisor, float* out, Context);                                                                \
   void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context);
 
 namespace cpu {

@@ -68,8 +68,14 @@ const float* float_rows(const Tensor& t, const char* name, const Tensor& like, i
   return t.const_data_ptr<float>();
 }
 const int64_t* sum_words(const Tensor& sums) {
-  STD_TORCH_CHECK(sums.dim() == 1 && sums.size(0) == kSumWords && sums.scalar_type() == ScalarType::Long && sums.is_contiguous(), "sums: expected contiguous int64 [", kSumWords, "]");
+  STD_TORCH_CHECK(sums.dim() == 1 && (sums.size(0) == kSumWords || sums.size(0) == kBatchWords) && sums.scalar_type() == ScalarType::Long && sums.is_contiguous(),
+                  "sums: expected contiguous int64 [", kSumWords, "] or [", kBatchWords, "]");
   return sums.const_data_ptr<int64_t>();
+}
+Divisor divisor_of(const Tensor& sums) { return sums.size(0) == kBatchWords ? Divisor::kWeights : Divisor::kCount; }
+Weights view_weights(const std::optional<Tensor>& weight, const Tensor& like) {
+  if (!weight.has_value()) return {nullptr, 0};
+  return {float_rows(*weight, "weight", like, weight->size(0)), weight->size(0)};
 }
 Shard shard(const Logits& logits, int64_t lo, int64_t hi, int64_t start) {
   STD_TORCH_CHECK(0 <= lo && lo <= hi && hi <= logits.columns, "v_lo, v_hi: expected 0 <= v_lo <= v_hi <= ", logits.columns, ", got ", lo, ", ", hi);
@@ -96,13 +102,19 @@ Shard shard(const Logits& logits, int64_t lo, int64_t hi, int64_t start) {
 
 struct RowTensors {
   Tensor loss, denom, state, status;
-  RowTensors(const Tensor& like, int64_t rows)
+  std::optional<Tensor> lse, z_loss;  // with options
+  RowTensors(const Tensor& like, int64_t rows, bool options)
       : loss(empty(like, {rows}, ScalarType::Float)),
         denom(empty(like, {rows}, ScalarType::Float)),
-        state(empty(like, {rows, 2}, ScalarType::Double)),
-        status(empty(like, {rows}, ScalarType::Int)) {}
+        state(empty(like, {rows, options ? 4 : 2}, ScalarType::Double)),
+        status(empty(like, {rows}, ScalarType::Int)) {
+    if (!options) return;
+    lse = empty(like, {rows}, ScalarType::Float);
+    z_loss = empty(like, {rows}, ScalarType::Float);
+  }
   RowOutputs view() const {
-    return {loss.mutable_data_ptr<float>(), denom.mutable_data_ptr<float>(), state.mutable_data_ptr<double>(), status.mutable_data_ptr<int32_t>()};
+    return {loss.mutable_data_ptr<float>(), denom.mutable_data_ptr<float>(), state.mutable_data_ptr<double>(), status.mutable_data_ptr<int32_t>(),
+            lse ? lse->mutable_data_ptr<float>() : nullptr, z_loss ? z_loss->mutable_data_ptr<float>() : nullptr};
   }
 };
 
@@ -123,8 +135,9 @@ Tensor denom_digits(const Tensor& logits, const Tensor& rowmax, int64_t v_lo, in
   return digits;
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index,
-                                                    int64_t columns) {
+namespace {
+
+RowTensors finalize_rows(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index, int64_t columns, const RowOptions& options) {
   const int64_t rows = digits.size(0);
   STD_TORCH_CHECK(digits.dim() == 2 && digits.size(1) == kWords && digits.scalar_type() == ScalarType::Long && digits.is_contiguous(),
                   "den_digits: expected contiguous int64 [N, ", kWords, "]");
@@ -132,9 +145,23 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const 
   const Targets t = view_targets(targets, digits, rows, ignore_index);
   const float* x = float_rows(target_logits, "target_logits", digits, rows);
   const float* max = float_rows(rowmax, "global_rowmax", digits, rows);
-  const RowTensors out(digits, rows);
-  if (rows > 0) DCE_CALL(digits, finalize, digits.const_data_ptr<int64_t>(), x, t, max, rows, columns, out.view());
+  RowTensors out(digits, rows, options.on);
+  if (rows > 0) DCE_CALL(digits, finalize, digits.const_data_ptr<int64_t>(), x, t, max, rows, columns, options, out.view());
+  return out;
+}
+
+}  // namespace
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> finalize(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax, int64_t ignore_index,
+                                                    int64_t columns) {
+  const RowTensors out = finalize_rows(digits, target_logits, targets, rowmax, ignore_index, columns, kNoOptions);
   return {out.loss, out.denom, out.state, out.status};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> finalize_with_options(const Tensor& digits, const Tensor& target_logits, const Tensor& targets, const Tensor& rowmax,
+                                                                                 int64_t ignore_index, int64_t columns, double z_loss, const std::optional<Tensor>& weight) {
+  const RowTensors out = finalize_rows(digits, target_logits, targets, rowmax, ignore_index, columns, {true, z_loss, view_weights(weight, digits), 0});
+  return {out.loss, out.denom, out.state, out.status, *out.lse, *out.z_loss};
 }
 
 Tensor order_images(const Tensor& x) {
@@ -145,7 +172,8 @@ Tensor order_images(const Tensor& x) {
   return images;
 }
 
-std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start) {
+std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start,
+                                       double z_loss, int64_t valid_vocab, const std::optional<Tensor>& class_weights) {
   const Logits x = view_logits(logits);
   const Shard own = shard(x, 0, x.columns, v_start);
   const Targets t = view_targets(targets, logits, x.rows, ignore_index);
@@ -153,12 +181,15 @@ std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targe
   STD_TORCH_CHECK(images.dim() == 1 && images.scalar_type() == ScalarType::Int, "images: expected int32 [N]");
   uint64_t salt = 0;
   for (const int64_t common : {ignore_index, mode, x.rows}) salt = mix64(salt + static_cast<uint64_t>(common));
+  const Weights classes = view_weights(class_weights, logits);
+  if (z_loss != 0.0 || valid_vocab != 0 || classes.data != nullptr)
+    for (const uint64_t common : {bits(z_loss), static_cast<uint64_t>(valid_vocab)}) salt = mix64(salt + common);
   Tensor words = empty(logits, {(kWords + kRankWords) * x.rows}, ScalarType::Long);
   Tensor max = empty(logits, {x.rows}, ScalarType::Float);
   if (x.rows > 0) {
     int64_t* digits = words.mutable_data_ptr<int64_t>();
     int64_t* owner = digits + kWords * x.rows;
-    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, Agreement{salt, weight}, max.mutable_data_ptr<float>(), owner, owner + x.rows);
+    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, Agreement{salt, weight, classes}, max.mutable_data_ptr<float>(), owner, owner + x.rows);
     DCE_CALL(logits, denom_digits, x, max.const_data_ptr<float>(), own, digits);
   }
   return {words, max};
@@ -180,38 +211,56 @@ namespace {
 
 // Checked inputs of a whole batch, and what its forward writes.
 struct Batch {
-  Logits x;
+  Logits x;  // of the valid columns
   Targets t;
+  RowOptions options;
   RowTensors rows;
   Tensor max, scratch, sums;
+  Divisor divisor;
   int64_t reduction, zeros;
-  Batch(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index)
+  Batch(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index, const RowOptions& options = kNoOptions, const std::optional<Tensor>& num_items = std::nullopt,
+        int64_t valid_vocab = 0)
       : x(view_vocabulary(logits)),
         t(view_targets(targets, logits, x.rows, ignore_index)),
-        rows(logits, x.rows),
+        options(options),
+        rows(logits, x.rows, options.on),
         max(empty(logits, {x.rows}, ScalarType::Float)),
+        divisor(reduction != kMean ? Divisor::kOne : options.weights.data != nullptr && !num_items ? Divisor::kWeights : Divisor::kCount),
         reduction(reduction) {
     STD_TORCH_CHECK(reduction == kNone || reduction == kMean || reduction == kSum, "reduction: expected 0, 1 or 2, got ", reduction);
+    STD_TORCH_CHECK(valid_vocab >= 0 && valid_vocab <= x.columns, "valid_vocab: expected 1 to ", x.columns, ", or 0 for all, got ", valid_vocab);
+    if (valid_vocab > 0) {
+      this->options.padding = x.columns - valid_vocab;
+      x.columns = valid_vocab;
+    }
     DCE_CALL(logits, zero_words, &zeros);
     scratch = empty(logits, {zeros + x.rows * kWords}, ScalarType::Long);
-    sums = torch::stable::narrow(scratch, 0, 0, reduction == kNone ? 0 : kSumWords);
+    sums = torch::stable::narrow(scratch, 0, 0, reduction == kNone ? 0 : divisor == Divisor::kWeights ? kBatchWords : kSumWords);
     DCE_CALL(logits, count_targets, t, reduction == kNone ? 0 : x.rows, scratch.mutable_data_ptr<int64_t>(), zeros);
+    if (divisor == Divisor::kWeights && x.rows > 0) DCE_CALL(logits, sum_weights, options.weights, t, x.rows, scratch.mutable_data_ptr<int64_t>() + kSumWords);
+    if (num_items) {
+      check_vector(*num_items, "num_items", logits, 1);
+      STD_TORCH_CHECK(num_items->dim() == 1 && num_items->scalar_type() == ScalarType::Long && reduction == kMean, "num_items: expected int64 [1], and a mean");
+      Tensor count = torch::stable::narrow(scratch, 0, kCountWord, 1);
+      torch::stable::copy_(count, *num_items);
+    }
   }
-  // With grad, the gradient too, for an upstream of 1. Returns the loss, or the losses.
-  Tensor run(const Tensor& logits, void* grad) const {
+  // With grad, of `width` columns a row, the gradient too, for an upstream of 1. Returns the loss, or the losses.
+  Tensor run(const Tensor& logits, void* grad = nullptr, int64_t width = 0) const {
     const bool wanted = reduction != kNone;
     const Tensor out = wanted ? empty(logits, {}, ScalarType::Float) : rows.loss;
-    const Total total = {reduction == kMean, wanted ? out.mutable_data_ptr<float>() : nullptr};
+    const Total total = {divisor, wanted ? out.mutable_data_ptr<float>() : nullptr};
     int64_t* const zero = scratch.mutable_data_ptr<int64_t>();
     if (x.rows == 0) {
       if (wanted) DCE_CALL(logits, reduce_losses, rows.loss.const_data_ptr<float>(), t, 0, zero, total);
       return out;
     }
     const Scratch memory = {zero, zero + zeros};
-    if (grad != nullptr) {
-      DCE_CALL(logits, forward_backward, x, t, memory, max.mutable_data_ptr<float>(), rows.view(), total, grad);
+    if (grad == nullptr) {
+      DCE_CALL(logits, forward, x, t, options, memory, max.mutable_data_ptr<float>(), rows.view(), total);
     } else {
-      DCE_CALL(logits, forward, x, t, memory, max.mutable_data_ptr<float>(), rows.view(), total);
+      DCE_CALL(logits, forward_backward, x, t, options, memory, max.mutable_data_ptr<float>(), rows.view(), total, grad, width);
+      if (x.columns < width) DCE_CALL(logits, zero_columns, grad, x.dtype, x.rows, width, x.columns, width);
     }
     return out;
   }
@@ -222,17 +271,27 @@ struct GradInputs {
   Logits x;
   Targets t;
   const float* max;
-  const double* state;
+  RowStates states;
   Upstream upstream;
-  GradInputs(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& row_state, const std::optional<Tensor>& sums, int64_t ignore_index)
+  GradInputs(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& row_state, const std::optional<Tensor>& sums, int64_t ignore_index,
+             const std::optional<Tensor>& grad_lse = std::nullopt)
       : x(view_logits(logits)), t(view_targets(targets, logits, x.rows, ignore_index)), max(float_rows(rowmax, "rowmax", logits, x.rows)) {
     check_vector(row_state, "state", logits, x.rows);
-    STD_TORCH_CHECK(row_state.dim() == 2 && row_state.size(1) == 2 && row_state.scalar_type() == ScalarType::Double, "state: expected float64 [N, 2]");
-    state = row_state.const_data_ptr<double>();
+    STD_TORCH_CHECK(row_state.dim() == 2 && (row_state.size(1) == 2 || row_state.size(1) == 4) && row_state.scalar_type() == ScalarType::Double, "state: expected float64 [N, 2] or [N, 4]");
+    states = {row_state.const_data_ptr<double>(), row_state.size(1)};
     STD_TORCH_CHECK(grad_out.scalar_type() == ScalarType::Float && (grad_out.dim() == 0 || (grad_out.dim() == 1 && grad_out.size(0) == x.rows)),
                     "grad_out: expected float32 [] or [N]");
-    upstream = {grad_out.const_data_ptr<float>(), grad_out.dim() == 0 ? 0 : grad_out.stride(0), nullptr};
-    if (sums.has_value()) upstream.sums = sum_words(*sums);
+    upstream = {grad_out.const_data_ptr<float>(), grad_out.dim() == 0 ? 0 : grad_out.stride(0), nullptr, Divisor::kOne, nullptr, 0};
+    if (sums.has_value()) {
+      upstream.sums = sum_words(*sums);
+      upstream.divisor = divisor_of(*sums);
+    }
+    if (grad_lse.has_value()) {
+      STD_TORCH_CHECK(grad_lse->scalar_type() == ScalarType::Float && grad_lse->dim() == 1 && grad_lse->size(0) == x.rows && states.width == 4,
+                      "grad_lse: expected float32 [N], and a state [N, 4]");
+      upstream.lse = grad_lse->const_data_ptr<float>();
+      upstream.lse_stride = grad_lse->stride(0);
+    }
   }
 };
 
@@ -240,54 +299,84 @@ struct GradInputs {
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
   const Batch b(logits, targets, reduction, ignore_index);
-  return {b.run(logits, nullptr), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status};
+  return {b.run(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_grad(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index) {
   STD_TORCH_CHECK(reduction != kNone, "reduction: expected 1 or 2, got 0");
   const Batch b(logits, targets, reduction, ignore_index);
-  Tensor grad = empty(logits, {b.x.rows, b.x.columns}, logits.scalar_type());
-  return {b.run(logits, grad.mutable_data_ptr()), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, grad};
+  const Tensor grad = empty(logits, {b.x.rows, logits.size(1)}, logits.scalar_type());
+  return {b.run(logits, grad.mutable_data_ptr(), logits.size(1)), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, grad};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_with_options(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index,
+                                                                                                      double z_loss, const std::optional<Tensor>& weight,
+                                                                                                      const std::optional<Tensor>& num_items, int64_t valid_vocab) {
+  const Batch b(logits, targets, reduction, ignore_index, {true, z_loss, view_weights(weight, logits), 0}, num_items, valid_vocab);
+  return {b.run(logits), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, *b.rows.lse, *b.rows.z_loss};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> cross_entropy_grad_with_options(const Tensor& logits, const Tensor& targets, int64_t reduction,
+                                                                                                                   int64_t ignore_index, double z_loss, const std::optional<Tensor>& weight,
+                                                                                                                   const std::optional<Tensor>& num_items, int64_t valid_vocab) {
+  STD_TORCH_CHECK(reduction != kNone, "reduction: expected 1 or 2, got 0");
+  const Batch b(logits, targets, reduction, ignore_index, {true, z_loss, view_weights(weight, logits), 0}, num_items, valid_vocab);
+  const Tensor grad = empty(logits, {b.x.rows, logits.size(1)}, logits.scalar_type());
+  return {b.run(logits, grad.mutable_data_ptr(), logits.size(1)), b.max, b.rows.denom, b.rows.state, b.sums, b.rows.status, *b.rows.lse, *b.rows.z_loss, grad};
 }
 
 void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                   int64_t ignore_index) {
   const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
   STD_TORCH_CHECK(grad_out.dim() == 0, "grad_out: expected float32 []");
-  STD_TORCH_CHECK(grad.is_contiguous() && grad.dim() == 2 && grad.size(0) == in.x.rows && grad.size(1) == in.x.columns && grad.scalar_type() == logits.scalar_type(),
-                  "grad: expected contiguous, shape and dtype of logits");
-  if (in.x.rows > 0) DCE_CALL(logits, backward_unless_one, in.x, in.t, in.max, in.state, in.upstream, grad.mutable_data_ptr());
+  STD_TORCH_CHECK(grad.dim() == 2 && grad.size(0) == in.x.rows && grad.size(1) == in.x.columns && (in.x.columns <= 1 || grad.stride(1) == 1) && grad.scalar_type() == logits.scalar_type(),
+                  "grad: expected shape and dtype of logits, and adjacent columns");
+  if (in.x.rows > 0) DCE_CALL(logits, backward_unless_one, in.x, in.t, in.max, in.states, in.upstream, grad.mutable_data_ptr(), grad.stride(0));
 }
 
-void grad_over_logits(Tensor logits, const Tensor& grad_out, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums, int64_t ignore_index) {
-  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
-  if (in.x.rows > 0) DCE_CALL(logits, backward, in.x, in.t, in.max, in.state, in.upstream, shard(in.x, 0, in.x.columns, 0), logits.mutable_data_ptr(), in.x.row_stride);
+void grad_over_logits(Tensor logits, const Tensor& grad_out, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums, int64_t ignore_index,
+                      const std::optional<Tensor>& grad_lse) {
+  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index, grad_lse);
+  if (in.x.rows > 0) DCE_CALL(logits, backward, in.x, in.t, in.max, in.states, in.upstream, shard(in.x, 0, in.x.columns, 0), logits.mutable_data_ptr(), in.x.row_stride);
 }
 
 Tensor grad_logits(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
                    int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start) {
-  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index);
+  return grad_logits_with_options(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, v_start, std::nullopt, 0);
+}
+
+Tensor grad_logits_with_options(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,
+                                int64_t ignore_index, int64_t v_lo, int64_t v_hi, int64_t v_start, const std::optional<Tensor>& grad_lse, int64_t valid_vocab) {
+  const GradInputs in(grad_out, logits, targets, rowmax, state, sums, ignore_index, grad_lse);
   const Shard part = shard(in.x, v_lo, v_hi, v_start);
-  Tensor out = empty(logits, {in.x.rows, v_hi - v_lo}, logits.scalar_type());
-  if (in.x.rows > 0 && v_hi > v_lo) DCE_CALL(logits, backward, in.x, in.t, in.max, in.state, in.upstream, part, out.mutable_data_ptr(), v_hi - v_lo);
+  const int64_t width = v_hi - v_lo;
+  Tensor out = empty(logits, {in.x.rows, width}, logits.scalar_type());
+  // the columns of the part that take part
+  int64_t valid = valid_vocab > 0 ? valid_vocab - v_start - v_lo : width;
+  valid = valid < 0 ? 0 : valid < width ? valid : width;
+  if (in.x.rows > 0 && valid > 0) DCE_CALL(logits, backward, in.x, in.t, in.max, in.states, in.upstream, Shard{part.lo, part.lo + valid, part.start}, out.mutable_data_ptr(), width);
+  if (in.x.rows > 0 && valid < width) DCE_CALL(logits, zero_columns, out.mutable_data_ptr(), in.x.dtype, in.x.rows, width, valid, width);
   return out;
 }
 
-Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index) {
+Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index, const std::optional<Tensor>& weight) {
   STD_TORCH_CHECK(loss.dim() == 1, "loss: expected float32 [N]");
   const int64_t rows = loss.size(0);
   const float* l = float_rows(loss, "loss", loss, rows);
   const Targets t = view_targets(targets, loss, rows, ignore_index);
-  Tensor sums = empty(loss, {kSumWords}, ScalarType::Long);
-  DCE_CALL(loss, count_targets, t, rows, sums.mutable_data_ptr<int64_t>(), int64_t{kSumWords});
+  const Weights weights = view_weights(weight, loss);
+  const int64_t words = weight.has_value() ? kBatchWords : kSumWords;
+  Tensor sums = empty(loss, {words}, ScalarType::Long);
+  DCE_CALL(loss, count_targets, t, rows, sums.mutable_data_ptr<int64_t>(), words);
   DCE_CALL(loss, sum_losses, l, t, rows, sums.mutable_data_ptr<int64_t>());
+  if (weight.has_value()) DCE_CALL(loss, sum_weights, weights, t, rows, sums.mutable_data_ptr<int64_t>() + kSumWords);
   return sums;
 }
 
 Tensor reduce_digits(const Tensor& sums, bool mean) {
   const int64_t* words = sum_words(sums);
   Tensor out = empty(sums, {}, ScalarType::Float);
-  DCE_CALL(sums, round_sums, words, mean, out.mutable_data_ptr<float>());
+  DCE_CALL(sums, round_sums, words, mean ? divisor_of(sums) : Divisor::kOne, out.mutable_data_ptr<float>());
   return out;
 }
 

@@ -16,9 +16,12 @@ constexpr int64_t kOneOwner = int64_t{1} << 32;
 struct Agreement {
   uint64_t salt;   // of what else the ranks must have in common
   int64_t weight;
+  Weights classes;  // of which the target's must be the same
 };
 DCE_FN int64_t agreement_word(const Agreement& a, int64_t target) {
-  return static_cast<int64_t>(mix64(a.salt + static_cast<uint64_t>(target)) * static_cast<uint64_t>(a.weight));
+  uint64_t hash = mix64(a.salt + static_cast<uint64_t>(target));
+  if (a.classes.data != nullptr) hash = mix64(hash + bits(weight_of(a.classes, target)));
+  return static_cast<int64_t>(hash * static_cast<uint64_t>(a.weight));
 }
 
 // The column of the tensor that holds the row's target, or -1: it is ignored, or elsewhere.

@@ -16,6 +16,10 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     loss_words(losses, targets, ignore)         12 ints
     reduce(words, "sum" | "mean")               float
     forward(row, t, ignore)                     (Final, M): one row from its logits alone
+    options(words, row, t, M, ...)              Optioned(loss, lse, z, state=(inv', tgt', inv, p)), section 12
+    gradient_with(row, t, M, state, G, g_lse)   as gradient, with such a state
+    weighed(words, targets, weight)             24 ints
+    divide(words, by)                           the mean, by "count" or "weights"
 
 `bits32(value)` and friends give the bit pattern to compare: every NaN is the canonical one.
 """
@@ -581,6 +585,104 @@ def batch(rows, targets, reduction, ignore_index=-100):
     losses = [f.loss for f in finals]
     words = loss_words(losses, targets, ignore_index)
     return (losses if reduction == "none" else reduce(words, reduction)), finals, maxima, words
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options (section 12)
+
+Optioned = namedtuple("Optioned", "loss lse z state")
+
+
+def options(words, row, t, M, lam=0.0, weight=None, U=None, ignore_index=-100):
+    """`row` is the whole row, padding included; `words` are those of its columns [0, U); `weight` a list, one a class."""
+    U = len(row) if U is None else U
+    final = finalize(words, row[:U], t, M, U, ignore_index)
+    if final.status == "ignored":
+        return Optioned(0.0, 0.0, 0.0, (0.0,) * 4)
+    if final.status not in ("ok", "target"):
+        return Optioned(NAN, NAN, NAN, (NAN,) * 4)
+    fr = frame(M)
+    S = sum(w << 32 * i for i, w in enumerate(carry(words)[:6]))
+    u = 32 * (fr.B - 4) - 23
+    s, ks = significand(S, u)
+    m, k = split(s, ks)
+    L = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), fma64(float(k), LN2_HI, fr.c))
+    z = mul64(mul64(lam, L), L)
+    if final.status == "target":
+        return Optioned(NAN, rn(L, "fp32"), rn(z, "fp32"), (NAN,) * 4)
+    x_t = row[t]
+    T = contribution(x_t, fr)
+    ys = recip(s)
+    if T:
+        xp = shifted(x_t, fr.c)
+        P_t, n_t = term(xp)
+        p = scale64(mul64(float(P_t), ys), n_t - 23 - ks)
+        r = fma64(float(-n_t), LN2_HI, xp)
+        r = fma64(float(-n_t), LN2_LO, r)
+        d, kd = significand(S - T, u)
+        l = log1p(scale64(div(d, exp_r(r)), kd - n_t))
+    else:
+        p = 0.0
+        l = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), fma64(float(k), LN2_HI, -add64(x_t, -fr.c)))
+    w = 1.0 if weight is None else weight[t] if t < len(weight) else NAN
+    e = l if weight is None else mul64(w, l)
+    inv, tgt = final.state
+    if lam == 0:
+        return Optioned(rn(e, "fp32"), rn(L, "fp32"), rn(z, "fp32"), (mul64(inv, w), mul64(w, tgt), inv, p))
+    two = scale64(lam, 1)
+    state = mul64(inv, fma64(two, L, w)), fma64(mul64(two, L), p, mul64(w, tgt)), inv, p
+    return Optioned(rn(add64(e, z), "fp32"), rn(L, "fp32"), rn(z, "fp32"), state)
+
+
+def upstream(g, words=None, by=None):
+    """G of section 7: by is None, "count" or "weights"."""
+    if by is None or not _finite(g):
+        return g
+    if by == "count":
+        return div(g, float(words[9])) if words[9] > 0 else NAN
+    W = sum(w << 32 * j for j, w in enumerate(words[12:21]))
+    if words[22] > 0 or words[23] > 0 or W == 0:
+        return NAN
+    W = _round(W, -149, "fp64")
+    return div(-g, -W) if W < 0 else div(g, W)
+
+
+def gradient_with(row, t, M, state, G, g_lse=None, dtype="fp32", U=None, ignore_index=-100):
+    """The whole row's gradient; the state has four numbers."""
+    U = len(row) if U is None else U
+    if t == ignore_index:
+        return [0.0] * len(row)
+    inv2, tgt2, inv, p = state
+    f, ft = mul64(G, inv2), mul64(G, tgt2)
+    if g_lse is not None:
+        f, ft = fma64(g_lse, inv, f), fma64(g_lse, p, ft)
+    f, ft = rn(f, "fp32"), rn(ft, "fp32")
+    out = gradient(row[:U], -1, M, (1.0, 0.0), f, None, dtype) if _finite(f) else [NAN] * U     # G * inv = f * 1
+    if _finite(f):
+        out[t] = rn(ft, dtype)
+    return out + [0.0] * (len(row) - U)
+
+
+def weighed(words, targets, weight, ignore_index=-100):
+    """The twelve words of a batch, and the twelve of its targets' weights."""
+    own = loss_words([weight[t] if 0 <= t < len(weight) else NAN for t in targets], targets, ignore_index)
+    return words + own[:9] + [0] + own[10:]
+
+
+def divide(words, by):
+    if by == "count":
+        return reduce(words, "mean")
+    plus, minus = words[10] > 0, words[11] > 0
+    if plus and minus or words[22] > 0 or words[23] > 0:
+        return NAN
+    L, W = (sum(w << 32 * j for j, w in enumerate(words[i : i + 9])) for i in (0, 12))
+    if plus or minus or (W == 0 and L != 0):
+        negative = (minus if plus or minus else L < 0) != (W < 0)
+        return -INF if negative else INF
+    if W == 0:
+        return NAN
+    out = _round_ratio(-L if W < 0 else L, abs(W), "fp32")
+    return out if out != 0 else 0.0
 
 
 def f32(x):

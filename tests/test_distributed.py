@@ -3,6 +3,7 @@
 Eight processes are started once and run all cases, in subgroups of 1, 2, 3, 4 and 8; each test looks at what they sent back.
 """
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -202,6 +203,114 @@ def error_of(call):
     return None
 
 
+OPTIONS = {
+    "z_loss": dict(z_loss=1e-3),
+    "weight": dict(weight=torch.linspace(-0.25, 2, V)),
+    "valid": dict(valid_vocab=100),
+    "num_items": dict(num_items=17),
+    "all": dict(z_loss=0.02, weight=torch.linspace(-0.25, 2, V), valid_vocab=100, num_items=torch.tensor(17)),
+    "lse alone": {},
+}
+OPTION_CASES = [(name, dtype, reduction) for name in OPTIONS for dtype in DTYPES for reduction in REDUCTIONS if reduction == "mean" or "num_items" not in OPTIONS[name]]
+G_LSE = torch.linspace(-1, 1, N)
+
+
+def option_inputs(name, dtype, kind="special"):
+    logits, targets, upstream = batch(kind, dtype)
+    if "valid_vocab" in OPTIONS[name]:
+        targets = targets.clamp(max=99)
+    return logits, targets, upstream, {**OPTIONS[name], "return_z_loss": True, "return_lse": True}
+
+
+def backward_of_both(out, lse, upstream, g_lse):
+    torch.autograd.backward([out, lse], [upstream if out.dim() else torch.tensor(0.7), g_lse])
+
+
+def with_options(dce, rank, groups):
+    """{(world, cut, case): digests of loss, z-loss and lse, first column, gradient}."""
+    seen = {}
+    for world in WORLDS:
+        if rank >= world:
+            continue
+        for name, cuts in cuts_of(V, world).items():
+            lo, hi = cuts[rank]
+            for index, (option, dtype, reduction) in enumerate(OPTION_CASES):
+                logits, targets, upstream, kw = option_inputs(option, dtype, "special" if reduction == "none" else "plain")
+                leaf = logits[:, lo:hi].clone().requires_grad_()
+                out, z, lse = dce.vocab_parallel_cross_entropy(leaf, targets, reduction, group=groups[world], vocab_start=lo, validate=index % 3 == 0, **kw)
+                backward_of_both(out, lse, upstream, G_LSE)
+                grad = leaf.grad.view(torch.uint8).numpy() if leaf.grad.numel() else np.zeros((N, 0), np.uint8)
+                seen[world, name, (option, dtype, reduction)] = (dce.digest(out), dce.digest(z), dce.digest(lse)), lo, grad
+    return seen
+
+
+def options_of_tokens(dce, rank, groups):
+    """Over ranks of tokens, and of tokens and columns; and as DTensors."""
+    seen = {}
+    for dp, tp in ((2, 1), (3, 1), (2, 2), (2, 4)):
+        mesh = DeviceMesh("cpu", torch.arange(dp * tp).view(dp, tp), mesh_dim_names=("dp", "tp"))
+        if rank >= dp * tp:
+            continue
+        (a, b), (lo, hi) = spread(N, dp)[mesh.get_local_rank("dp")], cuts_of(V, tp)["uneven"][mesh.get_local_rank("tp")]
+        for option, reduction in itertools.product(OPTIONS, ("mean", "sum")):
+            if reduction == "sum" and "num_items" in OPTIONS[option]:
+                continue
+            logits, targets, _, kw = option_inputs(option, "bf16", "plain")
+            leaf = logits[a:b, lo:hi].clone().requires_grad_()
+            if tp == 1:
+                out, z, lse = dce.data_parallel_cross_entropy(leaf, targets[a:b], reduction, group=mesh.get_group("dp"), **kw)
+            else:
+                out, z, lse = dce.vocab_parallel_cross_entropy(leaf, targets[a:b], reduction, group=mesh["tp"], vocab_start=lo, dp_group=mesh["dp"], **kw)
+            backward_of_both(out, lse, None, G_LSE[a:b])
+            seen[dp, tp, option, reduction] = out.detach(), z, lse.detach(), (a, b), (lo, hi), leaf.grad.float()
+    for layout in ("dp x tp", "tokens", "replicated", "vocabulary of 3"):
+        shape, placements = LAYOUTS[layout]
+        mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
+        if rank >= mesh.size():
+            continue
+        logits, targets, _, kw = option_inputs("all", "fp32", "plain")
+        for_targets = [p if p in (Shard(0), Shard(1)) else Replicate() for p in placements]
+        x = distribute_tensor(logits.view(4, 6, V), mesh, placements).requires_grad_()
+        t = distribute_tensor(targets.view(4, 6), mesh, for_targets)
+        for reduction in ("mean", "none"):
+            if reduction == "none":
+                kw = {k: v for k, v in kw.items() if k != "num_items"}
+            out, z, lse = dce.cross_entropy(x, t, reduction, validate=False, **kw)
+            (grad,) = torch.autograd.grad([out, lse], x, [torch.ones_like(out), distribute_tensor(G_LSE.view(4, 6), mesh, for_targets)])
+            seen[layout, reduction] = out.full_tensor().detach(), z.full_tensor(), lse.full_tensor().detach(), grad.full_tensor()
+        with dce.dtensor.loss_parallel():
+            moved = [Shard({0: 0, 1: 2, 2: 1}[p.dim]) if isinstance(p, Shard) else p for p in placements]
+            y = distribute_tensor(logits.view(4, 6, V).movedim(2, 1).contiguous(), mesh, moved)
+            seen[layout, "context"] = torch.nn.functional.cross_entropy(y, t, OPTIONS["weight"]["weight"]).full_tensor()
+    return seen
+
+
+def options_go_wrong(dce, rank, groups):
+    """One of three ranks has another option: (losses without a look, error with one)."""
+    if rank >= 3:
+        return {}
+    x, weight, odd = SMALL[:, 10 * rank : 10 * rank + 10], torch.linspace(0.5, 2, SMALL_V), rank == 1
+    other = weight.clone()
+    other[12] += odd                                            # the class of row 2 alone
+    cases = {
+        "z_loss": dict(z_loss=0.1 if odd else 0.2),
+        "z_loss on one rank": dict(z_loss=0.1) if odd else {},
+        "valid_vocab": dict(valid_vocab=29 if odd else 30),
+        "weight": dict(weight=other),
+        "weight on one rank": dict(weight=weight) if odd else {},
+        "short weight": dict(weight=weight[:29]),
+        "valid_vocab beyond": dict(valid_vocab=31),
+        "num_items": dict(num_items=5 + odd),
+        "wrong": dict(valid_vocab=0 if odd else 30),
+    }
+    seen = {}
+    for case, kw in cases.items():
+        call = lambda reduction, validate: dce.vocab_parallel_cross_entropy(x, SMALL_TARGETS, reduction, group=groups[3], vocab_start=10 * rank, validate=validate, **kw)
+        losses = call("none", False) if case not in ("num_items", "wrong") else None
+        seen[case] = losses, error_of(lambda: call("mean", True))
+    return seen
+
+
 def wrong_only_with_validate(dce, rank, groups):
     """What would hang, or fail in the backend, if nobody looked first."""
     if rank >= 3:
@@ -397,7 +506,7 @@ def dtensor_errors(dce, rank, groups):
         "not as DTensor cuts": error_of(lambda: dce.cross_entropy(uneven, t)),
         "not a DTensor": error_of(lambda: dce.dtensor.cross_entropy(x, t)),
         "class_dim": error_of(lambda: dce.dtensor.cross_entropy(by_class, t, class_dim=2)),
-        "weight": error_of(lambda: functional(weight=torch.ones(20))),
+        "weight": error_of(lambda: functional(weight=distribute_tensor(torch.ones(20), mesh, [Shard(0)]))),
         "label_smoothing": error_of(lambda: functional(label_smoothing=0.1)),
         "good": error_of(lambda: functional(label_smoothing=0.0, weight=None)),
     }
@@ -454,7 +563,7 @@ def autograd(dce, rank, groups):
     }
 
 
-PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
+PARTS = [every_cut, with_options, options_of_tokens, options_go_wrong, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
 
 
 def worker(rank, world):
@@ -480,6 +589,77 @@ def test_the_bytes_of_one_device(dce, seen, kind, world):
         assert {digest for digest, _, _ in ranks} == {expected[0]}, f"{name}: loss"
         whole = np.concatenate([grad for _, _, grad in sorted(ranks, key=lambda r: (r[1], r[2].shape[1]))], 1)
         assert dce.digest(torch.from_numpy(whole)) == expected[1], f"{name}: gradient"
+
+
+def one_device(dce, option, dtype, reduction, kind):
+    """(loss, z-loss, lse, gradient)."""
+    logits, targets, upstream, kw = option_inputs(option, dtype, kind)
+    if reduction != "mean":
+        kw.pop("num_items", None)
+    leaf = logits.requires_grad_()
+    out, z, lse = dce.cross_entropy(leaf, targets, reduction, **kw)
+    backward_of_both(out, lse, upstream, G_LSE)
+    return out.detach(), z, lse.detach(), leaf.grad
+
+
+@pytest.mark.parametrize("case", OPTION_CASES, ids="-".join)
+def test_options_have_the_bytes_of_one_device(dce, seen, case):
+    expected = [dce.digest(x) for x in one_device(dce, *case, "special" if case[2] == "none" else "plain")]
+    for world in WORLDS:
+        for name in cuts_of(V, world):
+            ranks = [r["with_options"][world, name, case] for r in seen[:world]]
+            assert {digests for digests, _, _ in ranks} == {tuple(expected[:3])}, (world, name)
+            whole = np.concatenate([grad for _, _, grad in sorted(ranks, key=lambda r: (r[1], r[2].shape[1]))], 1)
+            assert dce.digest(torch.from_numpy(whole)) == expected[3], (world, name)
+
+
+def test_options_over_any_spread_of_tokens(dce, seen):
+    keys = {key for r in seen for key in r["options_of_tokens"] if len(key) == 4}
+    assert len(keys) == 4 * (6 + 4)
+    for dp, tp, option, reduction in keys:
+        out, z, lse, grad = one_device(dce, option, "bf16", reduction, "plain")
+        for r in seen[: dp * tp]:
+            got, got_z, got_lse, (a, b), (lo, hi), got_grad = r["options_of_tokens"][dp, tp, option, reduction]
+            assert torch.equal(got, out) and torch.equal(got_z, z) and torch.equal(got_lse, lse[a:b]), (dp, tp, option, reduction)
+            assert torch.equal(got_grad, grad[a:b, lo:hi].float()), (dp, tp, option, reduction)
+
+
+@pytest.mark.parametrize("layout", ["dp x tp", "tokens", "replicated", "vocabulary of 3"])
+def test_options_of_dtensors(dce, seen, layout):
+    logits, targets, _, kw = option_inputs("all", "fp32", "plain")
+    for reduction in ("mean", "none"):
+        if reduction == "none":
+            kw.pop("num_items")
+        leaf = logits.view(4, 6, V).clone().requires_grad_()
+        out, z, lse = dce.cross_entropy(leaf, targets.view(4, 6), reduction, **kw)
+        torch.autograd.backward([out, lse], [torch.ones_like(out), G_LSE.view(4, 6)])
+        weighted = dce.cross_entropy(logits, targets, weight=OPTIONS["weight"]["weight"])
+        for r in seen[: torch.Size(LAYOUTS[layout][0]).numel()]:
+            for got, want in zip(r["options_of_tokens"][layout, reduction], (out.detach(), z, lse.detach(), leaf.grad)):
+                assert torch.equal(got, want), reduction
+            assert torch.equal(r["options_of_tokens"][layout, "context"], weighted)
+
+
+@pytest.mark.parametrize("case, rows, kind, message", [
+    ("z_loss", [0, 1, 2, 4, 5], "ValueError", r"z_loss: rank 1 has 0.1, rank 0 has 0.2"),
+    ("z_loss on one rank", [0, 1, 2, 4, 5], "ValueError", r"z_loss: rank 1 has 0.1, rank 0 has 0.0"),
+    ("valid_vocab", [0, 1, 2, 4, 5], "ValueError", r"valid_vocab: rank 1 has 29, rank 0 has 30"),
+    ("weight", [2], "ValueError", r"weight: rank 1 has weights with SHA-256 \w+, rank 0 has"),
+    ("weight on one rank", [0, 1, 2, 4, 5], "ValueError", r"weight: rank 1 has weights .*, rank 0 has None"),
+    ("short weight", [1], "ValueError", r"weight: expected shape \(30,\), got \(29,\)"),
+    ("valid_vocab beyond", [0, 1, 2, 4, 5], "ValueError", r"valid_vocab: expected 1 to 30, got 31"),
+    ("num_items", None, "ValueError", r"num_items: rank 1 has 6, rank 0 has 5"),
+    ("wrong", None, "ValueError", r"rank 1: valid_vocab: expected 1 to 2147483647, got 0"),
+])
+def test_ranks_with_other_options(seen, case, rows, kind, message):
+    outcomes = [r["options_go_wrong"][case] for r in seen[:3]]
+    errors = {error for _, error in outcomes}
+    assert len(errors) == 1, errors
+    got, text = errors.pop()
+    assert got == kind and re.search(message, text), text
+    for losses, _ in outcomes:
+        if rows is not None:                                    # row 3 is ignored, on all ranks alike only where the rest is
+            assert set(losses.isnan().nonzero()[:, 0].tolist()) - {3} == set(rows)
 
 
 def test_twenty_training_steps_are_the_same_bytes(seen):
@@ -621,7 +801,7 @@ def test_dtensor(dce, seen, name):
     ("not as DTensor cuts", "ValueError", "logits: expected columns"),
     ("not a DTensor", "TypeError", "logits: expected a DTensor"),
     ("class_dim", "ValueError", "class_dim: .*2"),
-    ("weight", "NotImplementedError", "weight"),
+    ("weight", "ValueError", "weight: .*replicated.*Shard"),
     ("label_smoothing", "NotImplementedError", "label_smoothing"),
 ])
 def test_dtensor_errors(seen, case, kind, message):

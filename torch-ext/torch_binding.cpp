@@ -8,33 +8,41 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("rowmax(Tensor logits, int v_lo, int v_hi) -> Tensor");
   ops.def("denom_digits(Tensor logits, Tensor rowmax, int v_lo, int v_hi, int v_start) -> Tensor");
   ops.def("finalize(Tensor digits, Tensor target_logits, Tensor targets, Tensor rowmax, int ignore_index, int columns) -> (Tensor loss, Tensor denom, Tensor state, Tensor status)");
+  ops.def("finalize_with_options(Tensor digits, Tensor target_logits, Tensor targets, Tensor rowmax, int ignore_index, int columns, float z_loss, Tensor? weight) -> (Tensor loss, Tensor denom, Tensor state, Tensor status, Tensor lse, Tensor z_loss)");
   ops.def("order_images(Tensor x) -> Tensor");
-  ops.def("shard_words(Tensor logits, Tensor targets, Tensor images, int ignore_index, int mode, int weight, int v_start) -> (Tensor words, Tensor rowmax)");
+  ops.def("shard_words(Tensor logits, Tensor targets, Tensor images, int ignore_index, int mode, int weight, int v_start, float z_loss=0.0, int valid_vocab=0, Tensor? class_weights=None) -> (Tensor words, Tensor rowmax)");
   ops.def("settle_targets(Tensor words, Tensor targets, int ignore_index) -> (Tensor targets, Tensor target_logits)");
   ops.def("cross_entropy(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status)");
   ops.def("cross_entropy_grad(Tensor logits, Tensor targets, int reduction, int ignore_index) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status, Tensor grad)");
+  ops.def("cross_entropy_with_options(Tensor logits, Tensor targets, int reduction, int ignore_index, float z_loss, Tensor? weight, Tensor? num_items, int valid_vocab) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status, Tensor lse, Tensor z_loss)");
+  ops.def("cross_entropy_grad_with_options(Tensor logits, Tensor targets, int reduction, int ignore_index, float z_loss, Tensor? weight, Tensor? num_items, int valid_vocab) -> (Tensor out, Tensor rowmax, Tensor denom, Tensor state, Tensor sums, Tensor status, Tensor lse, Tensor z_loss, Tensor grad)");
   ops.def("rescale_grad(Tensor(a!) grad, Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index) -> ()");
-  ops.def("grad_over_logits(Tensor(a!) logits, Tensor grad_out, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index) -> ()");
+  ops.def("grad_over_logits(Tensor(a!) logits, Tensor grad_out, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index, Tensor? grad_lse=None) -> ()");
   ops.def("grad_logits(Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index, int v_lo, int v_hi, int v_start) -> Tensor");
-  ops.def("loss_digits(Tensor loss, Tensor targets, int ignore_index) -> Tensor");
+  ops.def("grad_logits_with_options(Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index, int v_lo, int v_hi, int v_start, Tensor? grad_lse, int valid_vocab) -> Tensor");
+  ops.def("loss_digits(Tensor loss, Tensor targets, int ignore_index, Tensor? weight=None) -> Tensor");
   ops.def("reduce_digits(Tensor sums, bool mean) -> Tensor");
   ops.def("term(Tensor x) -> (Tensor significand, Tensor exponent)");
 }
 
-#define DCE_BIND(ops)                                                  \
-  ops.impl("rowmax", TORCH_BOX(&dce::rowmax));                         \
-  ops.impl("denom_digits", TORCH_BOX(&dce::denom_digits));             \
-  ops.impl("finalize", TORCH_BOX(&dce::finalize));                     \
-  ops.impl("order_images", TORCH_BOX(&dce::order_images));             \
-  ops.impl("shard_words", TORCH_BOX(&dce::shard_words));               \
-  ops.impl("settle_targets", TORCH_BOX(&dce::settle_targets));         \
-  ops.impl("cross_entropy", TORCH_BOX(&dce::cross_entropy));           \
-  ops.impl("cross_entropy_grad", TORCH_BOX(&dce::cross_entropy_grad)); \
-  ops.impl("rescale_grad", TORCH_BOX(&dce::rescale_grad));             \
-  ops.impl("grad_over_logits", TORCH_BOX(&dce::grad_over_logits));     \
-  ops.impl("grad_logits", TORCH_BOX(&dce::grad_logits));               \
-  ops.impl("loss_digits", TORCH_BOX(&dce::loss_digits));               \
-  ops.impl("reduce_digits", TORCH_BOX(&dce::reduce_digits));           \
+#define DCE_BIND(ops)                                                                            \
+  ops.impl("rowmax", TORCH_BOX(&dce::rowmax));                                                   \
+  ops.impl("denom_digits", TORCH_BOX(&dce::denom_digits));                                       \
+  ops.impl("finalize", TORCH_BOX(&dce::finalize));                                               \
+  ops.impl("finalize_with_options", TORCH_BOX(&dce::finalize_with_options));                     \
+  ops.impl("order_images", TORCH_BOX(&dce::order_images));                                       \
+  ops.impl("shard_words", TORCH_BOX(&dce::shard_words));                                         \
+  ops.impl("settle_targets", TORCH_BOX(&dce::settle_targets));                                   \
+  ops.impl("cross_entropy", TORCH_BOX(&dce::cross_entropy));                                     \
+  ops.impl("cross_entropy_grad", TORCH_BOX(&dce::cross_entropy_grad));                           \
+  ops.impl("cross_entropy_with_options", TORCH_BOX(&dce::cross_entropy_with_options));           \
+  ops.impl("cross_entropy_grad_with_options", TORCH_BOX(&dce::cross_entropy_grad_with_options)); \
+  ops.impl("rescale_grad", TORCH_BOX(&dce::rescale_grad));                                       \
+  ops.impl("grad_over_logits", TORCH_BOX(&dce::grad_over_logits));                               \
+  ops.impl("grad_logits", TORCH_BOX(&dce::grad_logits));                                         \
+  ops.impl("grad_logits_with_options", TORCH_BOX(&dce::grad_logits_with_options));               \
+  ops.impl("loss_digits", TORCH_BOX(&dce::loss_digits));                                         \
+  ops.impl("reduce_digits", TORCH_BOX(&dce::reduce_digits));                                     \
   ops.impl("term", TORCH_BOX(&dce::term_parts));
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { DCE_BIND(ops) }

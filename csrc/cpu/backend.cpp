@@ -93,11 +93,11 @@ void digits_of(const T* x, int64_t n, float max, int64_t* digits) {
 }
 
 template <class T>
-void finalize_one(const int64_t* digits, const Logits& logits, const Targets& targets, float max, const RowOutputs& out, int64_t row) {
+void finalize_one(const int64_t* digits, const Logits& logits, const Targets& targets, const RowOptions& options, float max, const RowOutputs& out, int64_t row) {
   const int64_t target = target_at(targets, row);
   const bool readable = target >= 0 && target < logits.columns && target != targets.ignore_index;
   const float x = readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
-  write_row(out, row, finalize_row(digits, max, target, x, logits.columns, targets.ignore_index));
+  write_row(out, row, finalize_row(digits, max, target, x, logits.columns, targets.ignore_index, options));
 }
 
 }  // namespace
@@ -156,12 +156,12 @@ void denom_digits(const Logits& logits, const float* row_max, const Shard& shard
   digits_of_rows(logits, kNoTargets, row_max, shard, digits);
 }
 
-void finalize(const int64_t* digits, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns, const RowOutputs& out,
-              Context) {
+void finalize(const int64_t* digits, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns, const RowOptions& options,
+              const RowOutputs& out, Context) {
   parallel(rows, 64, [&](int64_t row) {
     const int64_t* words = digits + row * kWords;
     const int64_t size = columns < 0 ? columns_of(words) : columns;
-    write_row(out, row, finalize_row(words, canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index));
+    write_row(out, row, finalize_row(words, canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index, options));
   });
 }
 
@@ -206,7 +206,9 @@ void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t i
 }
 
 // Forward, row by row while it is in the cache; and the gradient, if grad is not null.
-void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_out, const RowOutputs& out, const int64_t* sums, void* grad) {
+void rows_in_one(const Logits& logits, const Targets& targets, const RowOptions& options, float* row_max_out, const RowOutputs& out, const Upstream& upstream, void* grad,
+                 int64_t grad_stride) {
+  const RowStates states = {out.state, options.on ? 4 : 2};
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
     parallel(logits.rows, logits.columns, [&](int64_t row) {
@@ -221,10 +223,9 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
         words[kTagWord] = shard_tag(max, 0, logits.columns);
       }
       row_max_out[row] = max;
-      finalize_one<T>(words, logits, targets, max, out, row);
+      finalize_one<T>(words, logits, targets, options, max, out, row);
       if (grad == nullptr) return;
-      const RowScale f = row_scale(upstream_of({nullptr, 0, sums}, row), {out.state[2 * row], out.state[2 * row + 1]});
-      gradient_of(x, logits.columns, 0, target, targets.ignore_index, max, f, static_cast<T*>(grad) + row * logits.columns);
+      gradient_of(x, logits.columns, 0, target, targets.ignore_index, max, row_scale_of(upstream, states, row), static_cast<T*>(grad) + row * grad_stride);
     });
   });
 }
@@ -233,36 +234,38 @@ void rows_in_one(const Logits& logits, const Targets& targets, float* row_max_ou
 
 namespace {
 
-void rows_in_pieces(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out) {
+void rows_in_pieces(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out) {
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max_out);
   digits_of_rows(logits, targets, row_max_out, whole, scratch.digits);
   with_dtype(logits.dtype, [&](auto type) {
     parallel(logits.rows, 64, [&](int64_t row) {
-      finalize_one<decltype(type)>(scratch.digits + row * kWords, logits, targets, canonical_max(row_max_out[row]), out, row);
+      finalize_one<decltype(type)>(scratch.digits + row * kWords, logits, targets, options, canonical_max(row_max_out[row]), out, row);
     });
   });
 }
 
 }  // namespace
 
-void forward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const Total& total, Context context) {
-  forward_backward(logits, targets, scratch, row_max_out, out, total, nullptr, context);
+void forward(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const Total& total,
+             Context context) {
+  forward_backward(logits, targets, options, scratch, row_max_out, out, total, nullptr, 0, context);
 }
 
-void forward_backward(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const Total& total, void* grad,
-                      Context context) {
-  const int64_t* const sums = total.mean ? scratch.zeros : nullptr;
+void forward_backward(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out,
+                      const Total& total, void* grad, int64_t grad_stride, Context context) {
+  const Upstream one = upstream_one(scratch.zeros, total.divisor);
   if (Cut(logits.rows, logits.columns).pieces == 1) {
-    rows_in_one(logits, targets, row_max_out, out, sums, grad);
+    rows_in_one(logits, targets, options, row_max_out, out, one, grad, grad_stride);
   } else {
-    rows_in_pieces(logits, targets, scratch, row_max_out, out);
-    if (grad != nullptr) backward(logits, targets, row_max_out, out.state, {nullptr, 0, sums}, {0, logits.columns, 0}, grad, logits.columns, context);
+    rows_in_pieces(logits, targets, options, scratch, row_max_out, out);
+    if (grad != nullptr) backward(logits, targets, row_max_out, {out.state, options.on ? 4 : 2}, one, {0, logits.columns, 0}, grad, grad_stride, context);
   }
   if (total.out != nullptr) reduce_losses(out.loss, targets, logits.rows, scratch.zeros, total, context);
 }
 
-void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride, Context) {
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride,
+              Context) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   with_dtype(logits.dtype, [&](auto type) {
@@ -271,18 +274,26 @@ void backward(const Logits& logits, const Targets& targets, const float* row_max
       const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
       if (left <= 0) return;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      const RowScale f = row_scale(upstream_of(upstream, row), {state[2 * row], state[2 * row + 1]});
+      const RowScale f = row_scale_of(upstream, states, row);
       gradient_of(x, left < cut.length ? left : cut.length, shard.start + shard.lo + begin, target_at(targets, row), targets.ignore_index, row_max[row], f,
                   static_cast<T*>(grad) + row * grad_stride + begin);
     });
   });
 }
 
-void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, void* grad, Context context) {
-  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, state, upstream, {0, logits.columns, 0}, grad, logits.columns, context);
+void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, void* grad, int64_t grad_stride,
+                         Context context) {
+  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, states, upstream, {0, logits.columns, 0}, grad, grad_stride, context);
 }
 
-void zero_words(int64_t* words, Context) { *words = kSumWords + 1; }
+void zero_columns(void* grad, Dtype dtype, int64_t rows, int64_t stride, int64_t lo, int64_t hi, Context) {
+  with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = 0; row < rows; ++row) std::memset(static_cast<T*>(grad) + row * stride + lo, 0, (hi - lo) * sizeof(T));
+  });
+}
+
+void zero_words(int64_t* words, Context) { *words = kBatchWords + 1; }
 
 void count_targets(const Targets& targets, int64_t rows, int64_t* sums, int64_t words, Context) {
   std::memset(sums, 0, words * sizeof(int64_t));
@@ -294,14 +305,19 @@ void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t
     if (!is_ignored(targets, row)) add_loss(loss[row], sums);
 }
 
-void round_sums(const int64_t* sums, bool mean, float* out, Context) {
+void sum_weights(const Weights& weights, const Targets& targets, int64_t rows, int64_t* sums, Context) {
+  for (int64_t row = 0; row < rows; ++row)
+    if (!is_ignored(targets, row)) add_loss(weight_of(weights, target_at(targets, row)), sums);
+}
+
+void round_sums(const int64_t* sums, Divisor divisor, float* out, Context) {
   const DefaultRounding rounding;
-  *out = round_sum(sums, mean);
+  *out = round_sum(sums, divisor);
 }
 
 void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, const Total& total, Context context) {
   sum_losses(loss, targets, rows, sums, context);
-  round_sums(sums, total.mean, total.out, context);
+  round_sums(sums, total.divisor, total.out, context);
 }
 
 void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context) {

@@ -6,19 +6,17 @@ namespace dce {
 namespace cuda {
 namespace {
 
-// Rows blockIdx.x, + gridDim.x, ...; with `unless_one`, nothing if the upstream value is 1.
-template <class T>
+// Rows blockIdx.x, + gridDim.x, ...; with `unless_one`, nothing if the upstream value is 1. kOptions: there is an upstream gradient of lse, or a mean divides by weights.
+template <class T, bool kOptions>
 __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resident)
-    backward_kernel(Logits logits, Targets targets, const float* row_max, const double* state, Upstream up, bool unless_one, Shard shard, Pieces pieces, int64_t grad_stride, T* grad) {
+    backward_kernel(Logits logits, Targets targets, const float* row_max, RowStates states, Upstream up, bool unless_one, Shard shard, Pieces pieces, int64_t grad_stride, T* grad) {
   __shared__ RowScale shared_scale;
   if (unless_one && *up.grad == 1.0f) return;
   const int64_t columns = shard.hi - shard.lo;
   for (Piece piece(pieces, columns); piece.row < logits.rows; piece.row += gridDim.x) {
     const int64_t target = target_at(targets, piece.row);
     const bool ignored = target == targets.ignore_index;
-    if (threadIdx.x == 0 && !ignored) {
-      shared_scale = row_scale(upstream_of(up, piece.row), {state[2 * piece.row], state[2 * piece.row + 1]});
-    }
+    if (threadIdx.x == 0 && !ignored) shared_scale = kOptions ? row_scale_of(up, states, piece.row) : row_scale(plain_upstream_of(up, piece.row), state_of(states, piece.row));
     __syncthreads();
     const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
     T* const to = grad + piece.row * grad_stride + piece.begin;
@@ -32,30 +30,35 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
   }
 }
 
+bool has_options(const Upstream& u) { return u.lse != nullptr || u.divisor == Divisor::kWeights; }
+
 template <class... Args>
-void launch(const Logits& logits, dim3 blocks, void* grad, Context context, const Args&... args) {
+void launch(const Logits& logits, dim3 blocks, bool options, void* grad, Context context, const Args&... args) {
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    backward_kernel<T><<<blocks, kBackwardPolicy.threads, 0, stream_of(context)>>>(logits, args..., static_cast<T*>(grad));
+    const auto kernel = options ? backward_kernel<T, true> : backward_kernel<T, false>;
+    kernel<<<blocks, kBackwardPolicy.threads, 0, stream_of(context)>>>(logits, args..., static_cast<T*>(grad));
   });
   check(cudaGetLastError(), "grad_logits");
 }
 
 }  // namespace
 
-void backward(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride, Context context) {
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride,
+              Context context) {
   const Pieces pieces = cut_rows(kBackwardPolicy, logits.rows, shard.hi - shard.lo, element_bytes(logits.dtype));
-  launch(logits, grid(logits.rows, pieces), grad, context, targets, row_max, state, upstream, false, shard, pieces, grad_stride);
+  launch(logits, grid(logits.rows, pieces), has_options(upstream), grad, context, targets, row_max, states, upstream, false, shard, pieces, grad_stride);
 }
 
-void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const double* state, const Upstream& upstream, void* grad, Context context) {
+void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, void* grad, int64_t grad_stride,
+                         Context context) {
   const Shard whole = {0, logits.columns, 0};
   const Pieces pieces = cut_rows(kBackwardPolicy, logits.rows, logits.columns, element_bytes(logits.dtype));
   // usually there is nothing to do: few blocks, so that leaving is quick
   dim3 blocks = grid(logits.rows, pieces);
   const unsigned most = static_cast<unsigned>(8 * processors()) / blocks.y + 1;
   if (blocks.x > most) blocks.x = most;
-  launch(logits, blocks, grad, context, targets, row_max, state, upstream, true, whole, pieces, logits.columns);
+  launch(logits, blocks, has_options(upstream), grad, context, targets, row_max, states, upstream, true, whole, pieces, grad_stride);
 }
 
 }  // namespace cuda

@@ -182,8 +182,8 @@ __device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group) {
   return out;
 }
 
-// row_state of row_sums, for a row that is not degenerate and has a target: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
-__device__ __forceinline__ RowState state_of(const RowTotal& total, float x_target) {
+// row_sums, for a row that is not degenerate and has a target: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
+__device__ __forceinline__ RowSums sums_of(const RowTotal& total, float x_target) {
   const uint32_t all = 0xFFFFFFFFu;
   const Term e = term(x_target);
   const int32_t shift = term_exponent(e) - total.base;
@@ -201,11 +201,20 @@ __device__ __forceinline__ RowState state_of(const RowTotal& total, float x_targ
   }
   const Scaled mine = leading(limb[0], limb[1], limb[2], limb[3]);
   RowSums sums = {};
+  sums.kept = x_target >= kLowestTerm && shift >= 0;
+  sums.n_target = term_exponent(e);
+  sums.p_target = term_significand(e);
   sums.frame.n_max = total.n_max;
   const int unit = total.base - 23;
   sums.s = {__shfl_sync(all, mine.m, 0), __shfl_sync(all, mine.k, 0) + unit};
   sums.d = {__shfl_sync(all, mine.m, 1), __shfl_sync(all, mine.k, 1) + unit};
-  return row_state(sums);
+  return sums;
+}
+
+template <bool kOptions>
+__device__ __forceinline__ RowState scaled_state_of(const RowOptions& options, const RowTotal& total, float x_target, int64_t target) {
+  const RowSums sums = sums_of(total, x_target);
+  return kOptions ? state_with(options, sums, target) : row_state(sums);
 }
 
 }  // namespace cuda

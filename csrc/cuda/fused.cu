@@ -33,8 +33,8 @@ constexpr int kFusedThreads = (kLoader + 1) * kWarp;
 // A mailbox is used again when a block's combiner is two rows further. By then it has had the mail of its next row from each other block, which that block's
 // combiner sends after it has read this one: no mail is overwritten unread.
 constexpr int kMailboxes = 2 * kCombiners;
-constexpr int kMailAt = 16;  // word of the zeros, after the sums and their counter: a multiple of 16 bytes
-static_assert(kMailAt > kSumWords, "word kSumWords is reduce_losses'");
+constexpr int kMailAt = 32;  // word of the zeros, after the sums and their counter: a multiple of 16 bytes
+static_assert(kMailAt > kBatchWords, "word kBatchWords is reduce_losses'");
 constexpr int kMaxSlots = 6;
 constexpr uint32_t kBulkBytes = 16384;
 
@@ -64,7 +64,7 @@ struct Control {
 struct Rows {
   Logits logits;
   Targets targets;
-  const int64_t* sums;  // for a mean: its count; else null
+  const int64_t* sums;  // for a mean: what it divides by; else null
   float* row_max;
   int64_t* words;
   int32_t* status;  // kOk, or kRedo for settle_kernel
@@ -73,6 +73,12 @@ struct Rows {
   int32_t group, slots;
   int32_t slice;  // columns of a block, a multiple of the vector; the last block may have fewer
   uint32_t minus_first;  // TermTable's
+};
+// A parameter of its own, so that the kernel without options is not laid out anew.
+struct RowExtras {
+  RowOptions options;
+  Divisor divisor;
+  int64_t grad_stride;
 };
 constexpr int32_t kRedo = 1 << 30;
 
@@ -284,8 +290,9 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
   if (message.own >= 0 && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
 }
 
-template <class T, bool kGrad>
-__global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows) {
+// kOptions: rows have options that change their scale, or columns that do not end with a vector, or gradients at another distance than columns.
+template <class T, bool kGrad, bool kOptions>
+__global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows, const RowExtras extras) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
@@ -305,7 +312,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   const int64_t begin = static_cast<int64_t>(rank) * rows.slice;
   const int64_t left = rows.logits.columns - begin;
   const int columns = left <= 0 ? 0 : left < rows.slice ? static_cast<int>(left) : rows.slice;
-  const int vectors = columns / kLanes;
+  const int vectors = (kOptions ? columns + kLanes - 1 : columns) / kLanes;
   const int64_t slot_bytes = static_cast<int64_t>(rows.slice) * sizeof(T);
 
   if (threadIdx.x == 0) {
@@ -333,7 +340,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           continue;
         }
         const unsigned char* const from = reinterpret_cast<const unsigned char*>(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride + begin);
-        const uint32_t bytes = columns * static_cast<uint32_t>(sizeof(T));
+        const uint32_t bytes = (kOptions ? vectors * kLanes : columns) * static_cast<uint32_t>(sizeof(T));
         control.slot[slot.index].full.arrive_and_expect(bytes);
         for (uint32_t at = 0; at < bytes; at += kBulkBytes)
           bulk_load(ring + slot.index * slot_bytes + at, from + at, bytes - at < kBulkBytes ? bytes - at : kBulkBytes, control.slot[slot.index].full);
@@ -343,7 +350,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     const int own = warp - kWorkers;
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
-    const double g = upstream_of({nullptr, 0, rows.sums}, 0);
+    const double g = kOptions ? upstream_of(upstream_one(rows.sums, extras.divisor), 0) : plain_upstream_of({nullptr, 0, rows.sums, Divisor::kOne, nullptr, 0}, 0);
     for (int64_t row = first_row + own * groups; row < rows.logits.rows; row += kCombiners * groups) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
@@ -378,7 +385,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           } else if (total.degenerate || !has_target) {
             message.mode = kNaN;
           } else {
-            message = {row_scale(g, state_of(total, x)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
+            message = {row_scale(g, scaled_state_of<kOptions>(extras.options, total, x, target)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
           }
         }
       }
@@ -409,8 +416,15 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       Share share = {-INFINITY, 0.0f, false};
       if (row < rows.logits.rows) {
         control.slot[slot.index].full.wait(slot.parity);
-        if (!control.slot[slot.index].ignored)
+        if (!control.slot[slot.index].ignored) {
+          if (kOptions && vectors * kLanes != columns && (vectors - 1) % (kWorkers * kWarp) == share_of * kWarp + lane) {
+            // columns of the padding in the last vector, which is this thread's alone, take no part
+            T* const last = reinterpret_cast<T*>(ring + slot.index * slot_bytes) + (vectors - 1) * kLanes;
+            for (int j = columns % kLanes; j < kLanes; ++j) last[j] = narrow<T>(-INFINITY);
+            fence_async();
+          }
           share = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, share_of * kWarp + lane, table, control.slot[slot.index].sum[warp]);
+        }
         __syncwarp();
         if (lane == 0) {
           control.slot[slot.index].summed.arrive();
@@ -422,7 +436,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         control.slot[grad_slot.index].scaled.wait(grad_slot.parity);
         const RowMessage message = control.slot[grad_slot.index].message;
         const uint4* const slice = reinterpret_cast<const uint4*>(ring + grad_slot.index * slot_bytes);
-        T* const to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
+        T* to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
+        if constexpr (kOptions) to = static_cast<T*>(rows.grad) + grad_row * extras.grad_stride + begin;
         const int first = grad_share_of * kWarp + lane;
         if (message.mode == kScaled) {
           write_share<T>(slice, vectors, first, grad_share, table, message, to);
@@ -449,7 +464,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
 
 // A row marked kRedo, by a whole block, with the maximum known.
 template <class T, bool kGrad, int kThreads>
-__device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& scratch, RowScale& shared_scale) {
+__device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row, SumScratch<kThreads>& scratch, RowScale& shared_scale) {
   const float max = rows.row_max[row];
   const RowVectors<T> whole(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride, rows.logits.columns);
   const int64_t target = target_at(rows.targets, row);
@@ -462,12 +477,12 @@ __device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& sc
       RowSums sums;
       shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
       if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-        shared_scale = row_scale(upstream_of({nullptr, 0, rows.sums}, row), row_state(sums));
+        shared_scale = row_scale(upstream_of(upstream_one(rows.sums, extras.divisor), row), state_with(extras.options, sums, target));
     }
   }
   __syncthreads();
   if (!kGrad) return;
-  T* const to = static_cast<T*>(rows.grad) + row * rows.logits.columns;
+  T* const to = static_cast<T*>(rows.grad) + row * extras.grad_stride;
   if (is_finite(shared_scale.scale)) {
     gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, shared_scale, target, to);
   } else {
@@ -478,7 +493,7 @@ __device__ void redo_row(const Rows& rows, int64_t row, SumScratch<kThreads>& sc
 
 // A row from its digits to its results, and its loss to the block's words.
 template <class T>
-__device__ void settle_row(const Rows& rows, int64_t row, const RowOutputs& out, int64_t* block_words) {
+__device__ void settle_row(const Rows& rows, const RowExtras& extras, int64_t row, const RowOutputs& out, int64_t* block_words) {
   const int64_t target = target_at(rows.targets, row);
   const bool readable = target >= 0 && target < rows.logits.columns && target != rows.targets.ignore_index;
   const float x = readable ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
@@ -487,7 +502,7 @@ __device__ void settle_row(const Rows& rows, int64_t row, const RowOutputs& out,
   for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
   words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-  const RowResult result = finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index);
+  const RowResult result = finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index, extras.options);
   write_row(out, row, result);
   if (target == rows.targets.ignore_index) return;
   int64_t own[kSumWords] = {};
@@ -500,17 +515,17 @@ __device__ void settle_row(const Rows& rows, int64_t row, const RowOutputs& out,
 // Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses.
 constexpr int kSettleRows = 4;  // a block: few, so that a batch whose rows are all marked fills the machine
 template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, 4) settle_kernel(const Rows rows, const RowOutputs out, int64_t* batch_words, const Total total) {
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, 4) settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t* batch_words, const Total total) {
   __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
   __shared__ RowScale shared_scale;
   __shared__ int64_t block_words[kSumWords];
   if (threadIdx.x < kSumWords) block_words[threadIdx.x] = 0;
   const int64_t first = blockIdx.x * static_cast<int64_t>(kSettleRows);
   for (int64_t row = first; row < first + kSettleRows && row < rows.logits.rows; ++row)
-    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, row, scratch, shared_scale);
+    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, extras, row, scratch, shared_scale);
   __syncthreads();
   const int64_t row = first + threadIdx.x;
-  if (threadIdx.x < kSettleRows && row < rows.logits.rows) settle_row<T>(rows, row, out, block_words);
+  if (threadIdx.x < kSettleRows && row < rows.logits.rows) settle_row<T>(rows, extras, row, out, block_words);
   if (total.out == nullptr) return;
   __syncthreads();
   add_to_batch(block_words, batch_words, total);
@@ -551,7 +566,7 @@ struct Device {
   int processors = 0;
   int clusters[kMaxGroup + 1] = {};  // how many clusters of each size it holds at once, a block a processor
 };
-template <class T, bool kGrad>
+template <class T, bool kGrad, bool kOptions>
 const Device& device_of(int index) {
   static std::mutex mutex;
   static std::map<int, Device> known;
@@ -559,7 +574,7 @@ const Device& device_of(int index) {
   const auto found = known.find(index);
   if (found != known.end()) return found->second;
   Device d;
-  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad>);
+  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad, kOptions>);
   int major = 0, shared_bytes = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "cudaDeviceGetAttribute");
@@ -584,21 +599,22 @@ const Device& device_of(int index) {
 }
 
 // False if the layout or the device is not one for this kernel.
-template <class T, bool kGrad>
-bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
+template <class T, bool kGrad, bool kOptions>
+bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t grad_stride, Plan& plan) {
   constexpr int kLanes = kVector<T>;
+  const int64_t vectors = (logits.columns + kLanes - 1) / kLanes;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
-  if (logits.columns % kLanes != 0 || logits.row_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
+  if (vectors * kLanes > logits.columns + padding || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
-  const Device& device = device_of<T, kGrad>(index);
+  const Device& device = device_of<T, kGrad, kOptions>(index);
   // short rows go stage by stage, unless they are few: then it is the launches that take the time
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes && logits.rows > device.processors) return false;
   int64_t best = 0;
   for (const bool cluster : {true, false}) {
     const int64_t row_cost = cluster ? kFusedPolicy.row_cost_bytes : sizeof(T) == 2 ? kFusedPolicy.global_row_cost_bytes : kFusedPolicy.global_row_cost_bytes_fp32;
     for (int group = 1; group <= kMaxGroup; ++group) {
-      const int64_t slice = ((logits.columns / kLanes + group - 1) / group) * kLanes;
+      const int64_t slice = ((vectors + group - 1) / group) * kLanes;
       const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
       int slots = kMaxSlots;
       while (slots > 0 && overhead_bytes<T>(cluster ? group : 0, slots) + slots * slot_bytes > device.shared_bytes) --slots;
@@ -614,23 +630,25 @@ bool make_plan(const Logits& logits, const void* grad, Plan& plan) {
   return best > 0;
 }
 
-template <class T, bool kGrad>
-bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad, Context context) {
+template <class T, bool kGrad, bool kOptions>
+bool launch(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad,
+            int64_t grad_stride, Context context) {
   Plan plan;
-  if (!make_plan<T, kGrad>(logits, grad, plan)) return false;
+  if (!make_plan<T, kGrad, kOptions>(logits, options.padding, grad, grad_stride, plan)) return false;
   Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
-  const Rows rows = {logits, targets, total.mean ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
+  const Rows rows = {logits, targets, total.divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
                      TermTable<__nv_bfloat16>::kMinusFirst};
+  const RowExtras extras = {options, total.divisor, grad_stride};
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure(plan, &attribute, stream_of(context));
-  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad>, rows);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad, kOptions>, rows, extras);
   if (launched == cudaErrorCooperativeLaunchTooLarge) {  // a part of the device is somebody else's
     cudaGetLastError();
     return false;
   }
   check(launched, "cross_entropy");
   const unsigned blocks = static_cast<unsigned>((logits.rows + kSettleRows - 1) / kSettleRows);
-  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, out, scratch.zeros, total);
+  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out, scratch.zeros, total);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }
@@ -639,12 +657,22 @@ bool launch(const Logits& logits, const Targets& targets, const Scratch& scratch
 
 void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_t>(processors()) * kMailboxes * (sizeof(Mail) / sizeof(int64_t)); }
 
-bool fused(const Logits& logits, const Targets& targets, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad, Context context) {
+bool fused(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total,
+           void* grad, int64_t grad_stride, Context context) {
   bool done = false;
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    done = grad != nullptr ? launch<T, true>(logits, targets, scratch, row_max, out, total, grad, context)
-                           : launch<T, false>(logits, targets, scratch, row_max, out, total, grad, context);
+    const auto run = [&](auto with_grad, auto with_options) {
+      done = launch<T, decltype(with_grad)::value, decltype(with_options)::value>(logits, targets, options, scratch, row_max, out, total, grad, grad_stride, context);
+    };
+    const bool partial = logits.columns % kVector<T> != 0;
+    if (grad == nullptr) {
+      partial ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
+    } else if (partial || grad_stride != logits.columns || (options.on && (options.z_loss != 0.0 || options.weights.data != nullptr))) {
+      run(std::true_type(), std::true_type());
+    } else {
+      run(std::true_type(), std::false_type());
+    }
   });
   return done;
 }

@@ -8,7 +8,7 @@ namespace cuda {
 
 // Writes row_max, the rows' results, their total and, where grad is not null, the gradient. False, with nothing done, where the device or the layout of the logits does not
 // allow it.
-bool fused(const Logits&, const Targets&, const Scratch&, float* row_max, const RowOutputs&, const Total&, void* grad, Context);
+bool fused(const Logits&, const Targets&, const RowOptions&, const Scratch&, float* row_max, const RowOutputs&, const Total&, void* grad, int64_t grad_stride, Context);
 
 }  // namespace cuda
 }  // namespace dce

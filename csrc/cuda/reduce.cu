@@ -8,8 +8,19 @@ namespace {
 
 constexpr int kSumThreads = 256;
 
+// What is added up: losses, or the weights of the rows' targets.
+struct Losses {
+  const float* loss;
+  __device__ __forceinline__ float operator()(const Targets&, int64_t row) const { return loss[row]; }
+};
+struct TargetWeights {
+  Weights weights;
+  __device__ __forceinline__ float operator()(const Targets& targets, int64_t row) const { return weight_of(weights, target_at(targets, row)); }
+};
+
 // Lanes whose losses fall on the same digit add up inside the warp; one of them adds to the block's words, one thread a word to the result.
-__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* loss, Targets targets, int64_t rows, int64_t* sums, Total total) {
+template <class Values>
+__global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(Values values, Targets targets, int64_t rows, int64_t* sums, Total total) {
   __shared__ int64_t words[kSumWords];
   if (threadIdx.x < kSumWords) words[threadIdx.x] = 0;
   __syncthreads();
@@ -17,7 +28,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(const float* lo
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kSumThreads; first < rows; first += stride) {
     const int64_t row = first + threadIdx.x;
     const bool counted = row < rows && target_at(targets, row) != targets.ignore_index;
-    const float l = counted ? loss[row] : 0.0f;
+    const float l = counted ? values(targets, row) : 0.0f;
     const LossTerm t = loss_term(is_finite(l) ? l : 0.0f);
     const bool plus = is_nan(l) || (!is_finite(l) && l > 0), minus = is_nan(l) || (!is_finite(l) && l < 0);
     const unsigned all = 0xFFFFFFFFu;
@@ -65,7 +76,7 @@ __global__ void __launch_bounds__(kOneBlock) clear_and_count_kernel(Targets targ
   if (threadIdx.x % kWarp == 0 && count != 0) atomic_add(&sums[kCountWord], count);
 }
 
-__global__ void round_sums_kernel(const int64_t* sums, bool mean, float* out) { *out = round_sum(sums, mean); }
+__global__ void round_sums_kernel(const int64_t* sums, Divisor divisor, float* out) { *out = round_sum(sums, divisor); }
 
 __global__ void terms_kernel(const float* x, int64_t count, int32_t* significand, int32_t* exponent) {
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
@@ -96,17 +107,22 @@ void count_targets(const Targets& targets, int64_t rows, int64_t* sums, int64_t 
 }
 
 void sum_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
-  if (rows > 0) sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, Total{false, nullptr});
+  if (rows > 0) sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(Losses{loss}, targets, rows, sums, Total{Divisor::kOne, nullptr});
+  check(cudaGetLastError(), "loss_digits");
+}
+
+void sum_weights(const Weights& weights, const Targets& targets, int64_t rows, int64_t* sums, Context context) {
+  if (rows > 0) sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(TargetWeights{weights}, targets, rows, sums, Total{Divisor::kOne, nullptr});
   check(cudaGetLastError(), "loss_digits");
 }
 
 void reduce_losses(const float* loss, const Targets& targets, int64_t rows, int64_t* sums, const Total& total, Context context) {
-  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(loss, targets, rows, sums, total);
+  sum_losses_kernel<<<sum_blocks(rows), kSumThreads, 0, stream_of(context)>>>(Losses{loss}, targets, rows, sums, total);
   check(cudaGetLastError(), "cross_entropy");
 }
 
-void round_sums(const int64_t* sums, bool mean, float* out, Context context) {
-  round_sums_kernel<<<1, 1, 0, stream_of(context)>>>(sums, mean, out);
+void round_sums(const int64_t* sums, Divisor divisor, float* out, Context context) {
+  round_sums_kernel<<<1, 1, 0, stream_of(context)>>>(sums, divisor, out);
   check(cudaGetLastError(), "reduce_digits");
 }
 

@@ -3,7 +3,7 @@
 import torch
 
 from ._ops import ops
-from ._registration import MEAN, NONE
+from ._registration import MEAN, NONE, gradient_with_options
 
 FUSED, SEPARATE, IN_PLACE = range(3)  # where the gradient is made: with the loss; from the logits, in backward; there, over the logits
 
@@ -45,13 +45,70 @@ class Loss(torch.autograd.Function):
         return grad, None, None, None, None, None
 
 
+class LossWithOptions(torch.autograd.Function):
+    """(loss, lse); rowmax, denom, status, z_loss of the rows and the words of the batch are put into the list ``rows``."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, reduction, ignore_index, how, rows, options):
+        op = ops.cross_entropy_grad_with_options if how == FUSED else ops.cross_entropy_with_options
+        arguments = logits, targets, reduction, ignore_index, options.z_loss, options.weight, options.num_items, options.valid_vocab
+        out, rowmax, denom, state, sums, status, lse, z_loss, *grad = op(*arguments)
+        ctx.grad_of_one = grad[0] if grad else None  # as in Loss, and for no upstream gradient of lse
+        ctx.save_for_backward(logits, targets)
+        ctx.state = rowmax, state, sums if reduction == MEAN else None, ignore_index
+        ctx.options, ctx.in_place = options, how == IN_PLACE
+        ctx.set_materialize_grads(False)
+        rows += rowmax, denom, status, z_loss, sums
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        if grad_out is None and grad_lse is None:
+            return (None,) * 7
+        logits, targets = ctx.saved_tensors
+        rowmax, state, sums, ignore_index = ctx.state
+        valid, valid_vocab = ctx.options.valid, ctx.options.valid_vocab
+        grad, ctx.grad_of_one = ctx.grad_of_one, None
+        if ctx.in_place:
+            if torch.is_grad_enabled():
+                raise NotImplementedError("inplace_backward: the gradient cannot be differentiated (create_graph=True)")
+            grad = logits.detach()
+            if grad_out is None:
+                grad_out, sums = grad_lse.new_zeros(()), None
+            ops.grad_over_logits(valid(grad), grad_out, targets, rowmax, state, sums, ignore_index, grad_lse)
+            if valid_vocab:
+                grad[:, valid_vocab:] = 0
+            torch.autograd.graph.increment_version(logits)
+        elif grad is None or grad_lse is not None or torch.is_grad_enabled():
+            grad = gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab)
+        else:
+            ops.rescale_grad(valid(grad), grad_out, valid(logits), targets, rowmax, state, sums, ignore_index)
+        return grad, None, None, None, None, None, None
+
+
+def _how(logits, reduction, in_place):
+    wanted = logits.requires_grad and torch.is_grad_enabled()
+    return IN_PLACE if in_place else FUSED if wanted and reduction != NONE else SEPARATE
+
+
+def loss_with_options(logits, targets, reduction, ignore_index, options, in_place=False):
+    """``(out, lse, status, z_loss, sums)``; out and lse are differentiable. As ``loss``."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        out, _, _, _, sums, status, lse, z_loss = ops.cross_entropy_with_options(
+            logits, targets, reduction, ignore_index, options.z_loss, options.weight, options.num_items, options.valid_vocab
+        )
+        return out, lse, status, z_loss, sums
+    rows = []
+    out, lse = LossWithOptions.apply(logits, targets, reduction, ignore_index, _how(logits, reduction, in_place), rows, options)
+    _, _, status, z_loss, sums = rows
+    return out, lse, status, z_loss, sums
+
+
 def loss(logits, targets, reduction, ignore_index, in_place=False):
     """``(out, rowmax, denom, status)``, differentiable in eager mode and under torch.compile."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         # A compiler may keep or share a buffer as it likes: the pure pair of ops, and no writing in place.
         out, rowmax, denom, _, _, status = ops.cross_entropy(logits, targets, reduction, ignore_index)
         return out, rowmax, denom, status
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    how = IN_PLACE if in_place else FUSED if wanted and reduction != NONE else SEPARATE
     rows = []
-    return (Loss.apply(logits, targets, reduction, ignore_index, how, rows), *rows)
+    return (Loss.apply(logits, targets, reduction, ignore_index, _how(logits, reduction, in_place), rows), *rows)

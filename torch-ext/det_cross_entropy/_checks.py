@@ -109,8 +109,12 @@ def digits(den_digits, logits):
     return row_values("den_digits", den_digits, logits, torch.int64, (WORDS,))
 
 
-def sum_words(sums, device=None):
-    return tensor("sums", sums, (torch.int64,), (SUM_WORDS,), device).contiguous()
+def sum_words(sums, device=None, name="sums"):
+    """int64 [12] from loss_digits, or [24] where it was given weights."""
+    tensor(name, sums, (torch.int64,), device=device)
+    if sums.dim() != 1 or len(sums) not in (SUM_WORDS, 2 * SUM_WORDS):
+        raise ValueError(f"{name}: expected shape {(SUM_WORDS,)} or {(2 * SUM_WORDS,)}, got {tuple(sums.shape)}")
+    return sums.contiguous()
 
 
 def columns(v_lo, v_hi, size):

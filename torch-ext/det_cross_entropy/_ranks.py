@@ -51,6 +51,9 @@ class Shard(NamedTuple):
     start: int = 0
     columns: int = 0
     common: tuple = ()  # (name, value) of each argument that must be the same on all ranks
+    stop: int = 0  # one past the rank's last column, those beyond the valid vocabulary included; 0: it has none
+    valid: Optional[int] = None  # valid_vocab
+    classes: Optional[int] = None  # that have a weight
 
 
 def shards_problem(shards):
@@ -78,6 +81,10 @@ def shards_problem(shards):
         end, before = stop, s
     if end == 0:
         return ValueError("logits_shard: no rank has a column")
+    if first.valid is not None and first.valid > end:
+        return ValueError(f"valid_vocab: expected 1 to {end}, got {first.valid}")
+    if first.classes is not None and first.classes != max(s.stop for s in shards):
+        return ValueError(f"weight: expected shape {(max(s.stop for s in shards),)}, got {(first.classes,)}")
     return None
 
 

@@ -21,11 +21,11 @@ def _(logits, rowmax, v_lo, v_hi, v_start):
     return logits.new_empty((logits.shape[0], WORDS), dtype=torch.int64)
 
 
-def _row_outputs(logits):
+def _row_outputs(logits, width=2):
     rows = logits.shape[0]
     return (
         logits.new_empty(rows, dtype=torch.float32),  # denom
-        logits.new_empty((rows, 2), dtype=torch.float64),  # state
+        logits.new_empty((rows, width), dtype=torch.float64),  # state
         logits.new_empty(rows, dtype=torch.int32),  # status
     )
 
@@ -36,13 +36,20 @@ def _(digits, target_logits, targets, rowmax, ignore_index, columns):
     return digits.new_empty(digits.shape[0], dtype=torch.float32), denom, state, status
 
 
+@torch.library.register_fake(add_op_namespace_prefix("finalize_with_options"))
+def _(digits, target_logits, targets, rowmax, ignore_index, columns, z_loss, weight):
+    row = lambda: digits.new_empty(digits.shape[0], dtype=torch.float32)
+    denom, state, status = _row_outputs(digits, 4)
+    return row(), denom, state, status, row(), row()
+
+
 @torch.library.register_fake(add_op_namespace_prefix("order_images"))
 def _(x):
     return torch.empty_like(x, dtype=torch.int32)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("shard_words"))
-def _(logits, targets, images, ignore_index, mode, weight, v_start):
+def _(logits, targets, images, ignore_index, mode, weight, v_start, z_loss=0.0, valid_vocab=0, class_weights=None):
     rows = logits.shape[0]
     return logits.new_empty((WORDS + RANK_WORDS) * rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
 
@@ -68,13 +75,28 @@ def _(logits, targets, reduction, ignore_index):
     return (*_fake_cross_entropy(logits, targets, reduction, ignore_index), logits.new_empty(logits.shape))
 
 
+def _fake_with_options(logits, targets, reduction, ignore_index, z_loss, weight, num_items, valid_vocab):
+    out, rowmax, _, _, sums, _ = _fake_cross_entropy(logits, targets, reduction, ignore_index)
+    if reduction == MEAN and weight is not None and num_items is None:
+        sums = logits.new_empty(2 * SUM_WORDS, dtype=torch.int64)
+    return (out, rowmax, *_row_outputs(logits, 4)[:2], sums, _row_outputs(logits)[2], torch.empty_like(rowmax), torch.empty_like(rowmax))
+
+
+torch.library.register_fake(add_op_namespace_prefix("cross_entropy_with_options"), _fake_with_options)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("cross_entropy_grad_with_options"))
+def _(logits, *more):
+    return (*_fake_with_options(logits, *more), logits.new_empty(logits.shape))
+
+
 @torch.library.register_fake(add_op_namespace_prefix("rescale_grad"))
 def _(grad, grad_out, logits, targets, rowmax, state, sums, ignore_index):
     return None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grad_over_logits"))
-def _(logits, grad_out, targets, rowmax, state, sums, ignore_index):
+def _(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse=None):
     return None
 
 
@@ -83,9 +105,14 @@ def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, 
     return logits.new_empty((logits.shape[0], v_hi - v_lo))
 
 
+@torch.library.register_fake(add_op_namespace_prefix("grad_logits_with_options"))
+def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, v_start, grad_lse, valid_vocab):
+    return logits.new_empty((logits.shape[0], v_hi - v_lo))
+
+
 @torch.library.register_fake(add_op_namespace_prefix("loss_digits"))
-def _(loss, targets, ignore_index):
-    return loss.new_empty(SUM_WORDS, dtype=torch.int64)
+def _(loss, targets, ignore_index, weight=None):
+    return loss.new_empty(SUM_WORDS if weight is None else 2 * SUM_WORDS, dtype=torch.int64)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("reduce_digits"))
@@ -119,8 +146,36 @@ def _backward(ctx, grad_out, *_):
 torch.library.register_autograd(add_op_namespace_prefix("cross_entropy"), _backward, setup_context=_save_for_backward)
 
 
+def _save_with_options(ctx, inputs, output):
+    logits, targets, reduction, ctx.ignore_index, _, _, _, ctx.valid_vocab = inputs
+    _, rowmax, _, state, sums, _, _, _ = output
+    ctx.mark_non_differentiable(*output[1:6], output[7])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(logits, targets, rowmax, state, sums)
+    ctx.mean = reduction == MEAN
+
+
+def gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab):
+    """That of the logits [N, V] for upstream gradients of the loss and of lse, either of which may be None. sums: of a mean, else None."""
+    if grad_out is None:
+        grad_out, sums = grad_lse.new_zeros(()), None
+    return ops.grad_logits_with_options(grad_out, logits, targets, rowmax, state, sums, ignore_index, 0, logits.shape[1], 0, grad_lse, valid_vocab)
+
+
+def _backward_with_options(ctx, grad_out, _1, _2, _3, _4, _5, grad_lse, _6):
+    if grad_out is None and grad_lse is None:
+        return (None,) * 8
+    logits, targets, rowmax, state, sums = ctx.saved_tensors
+    sums = sums if ctx.mean else None
+    return (gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ctx.ignore_index, ctx.valid_vocab),) + (None,) * 7
+
+
+torch.library.register_autograd(add_op_namespace_prefix("cross_entropy_with_options"), _backward_with_options, setup_context=_save_with_options)
+
+
 def _no_second_derivative(ctx, *_):
     raise NotImplementedError("det_cross_entropy: the second derivative of the loss is not implemented")
 
 
 torch.library.register_autograd(add_op_namespace_prefix("grad_logits"), _no_second_derivative)
+torch.library.register_autograd(add_op_namespace_prefix("grad_logits_with_options"), _no_second_derivative)

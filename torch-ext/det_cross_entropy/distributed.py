@@ -5,9 +5,10 @@ import torch.distributed as dist
 
 from . import _checks as check
 from . import _ranks
+from ._options import Options, options, with_divisor
 from ._ops import ops
 from ._ranks import Ranks
-from ._registration import MEAN, NONE
+from ._registration import COUNT_WORD, MEAN, NONE
 
 
 class _Loss(torch.autograd.Function):
@@ -26,6 +27,30 @@ class _Loss(torch.autograd.Function):
         return grad, None, None, None, None, None, None, None
 
 
+class _LossWithOptions(torch.autograd.Function):
+    """(out, lse), both with their derivatives."""
+
+    @staticmethod
+    def forward(ctx, rows, out, lse, target, maximum, state, sums, ignore_index, start, valid_vocab):
+        ctx.save_for_backward(rows, target, maximum, state, sums)
+        ctx.rest = ignore_index, start, valid_vocab
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_lse):
+        if grad_out is None and grad_lse is None:
+            return (None,) * 10
+        rows, target, maximum, state, sums = ctx.saved_tensors
+        ignore_index, start, valid_vocab = ctx.rest
+        if grad_out is None:
+            grad_out, sums = grad_lse.new_zeros(()), None
+        grad = ops.grad_logits_with_options(
+            grad_out, rows, target, maximum, state, sums, ignore_index, 0, rows.shape[1], start, grad_lse, valid_vocab
+        )
+        return (grad,) + (None,) * 9
+
+
 def _reduce(loss, target, mode, tokens, ignore_index):
     """(out, sums): losses [N] reduced exactly over this rank's tokens and those of `tokens`."""
     if mode == NONE:
@@ -36,10 +61,39 @@ def _reduce(loss, target, mode, tokens, ignore_index):
     return ops.reduce_digits(sums, mode == MEAN), sums
 
 
+def _reduce_with_options(loss, z_loss, target, mode, tokens, ignore_index, asked):
+    """(out, z_loss, sums), by one all-reduce. The z-loss is reduced if it is to be returned."""
+    if mode == NONE:
+        return loss, z_loss, None
+    by_weight = mode == MEAN and asked.num_items is None
+    sums = ops.loss_digits(loss, target, ignore_index, asked.weight if by_weight else None)
+    own = len(sums)
+    if asked.return_z_loss:
+        sums = torch.cat([sums, ops.loss_digits(z_loss, target, ignore_index)])
+    if tokens is not None:
+        tokens.all_reduce(sums)
+    sums, z_words = sums[:own], sums[own:]
+    if asked.num_items is not None:
+        sums[COUNT_WORD : COUNT_WORD + 1] = asked.num_items
+    if asked.return_z_loss:
+        z_loss = ops.reduce_digits(with_divisor(z_words, sums) if mode == MEAN else z_words, mode == MEAN)
+    return ops.reduce_digits(sums, mode == MEAN), z_loss, sums
+
+
 def _finish(rows, loss, target, maximum, state, mode, tokens, ignore_index, start, shape):
     out, sums = _reduce(loss, target, mode, tokens, ignore_index)
     out = _Loss.apply(rows, out, target, maximum, state, sums if mode == MEAN else None, ignore_index, start)
     return out.reshape(shape) if mode == NONE else out
+
+
+def _finish_with_options(rows, loss, lse, z_loss, target, maximum, state, mode, tokens, ignore_index, start, shape, asked):
+    with torch.no_grad():
+        out, z_loss, sums = _reduce_with_options(loss, z_loss, target, mode, tokens, ignore_index, asked)
+    sums = sums if mode == MEAN else None
+    out, lse = _LossWithOptions.apply(rows, out, lse, target, maximum, state, sums, ignore_index, start, asked.valid_vocab)
+    if mode == NONE:
+        out, z_loss = out.reshape(shape), z_loss.reshape(shape)
+    return asked.results(out, z_loss, lse.reshape(shape))
 
 
 def _token_ranks(dp_group, mode):
@@ -66,6 +120,12 @@ def vocab_parallel_cross_entropy(
     vocab_start=None,
     dp_group=None,
     ignore_index=-100,
+    z_loss=0.0,
+    weight=None,
+    num_items=None,
+    valid_vocab=None,
+    return_z_loss=False,
+    return_lse=False,
     validate=None,
 ):
     """Cross-entropy of logits whose vocabulary is cut over the ranks of a group: value and gradient are the bytes of ``cross_entropy`` on one device.
@@ -84,17 +144,19 @@ def vocab_parallel_cross_entropy(
         dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
         ignore_index: as in ``cross_entropy``.
+        z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``, the same on every rank. ``weight`` is that of the whole vocabulary, and
+            ``valid_vocab`` counts its columns: a shard may lie beyond. They cost no message of their own, but 96 bytes over dp_group for weights and as many for return_z_loss.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
             both groups alike, at the cost of a few messages and a wait for the device. False: they give NaN, in loss and gradient; but different numbers of tokens are an
             error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
 
     Returns:
-        float32 loss in nats: a scalar, or the shape of targets for "none". Differentiable once.
+        float32 loss in nats: a scalar, or the shape of targets for "none"; with what was asked for beside it, as ``cross_entropy``. Differentiable once.
 
     Raises:
         TypeError, ValueError: naming the argument, the ranks (as the default group counts them) and the columns.
 
-    Source: docs/SPEC.md, sections 4, 6 to 8 and 11.
+    Source: docs/SPEC.md, sections 4, 6 to 8, 11 and 12.
     """
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits_shard)
@@ -105,8 +167,12 @@ def vocab_parallel_cross_entropy(
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
         tokens = _token_ranks(dp_group, mode)
-        common = (("reduction", reduction), ("ignore_index", ignore_index), ("logits_shard", rows.dtype))
-        shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, rows.shape[1], common)
+        asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse)
+        own, classes = rows if asked is None else asked.valid(rows, start), None if weight is None else len(weight)
+        if validated:
+            common = (("reduction", reduction), ("ignore_index", ignore_index), ("logits_shard", rows.dtype))
+            common += (asked or Options()).common()
+            shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, own.shape[1], common, start + rows.shape[1] if rows.shape[1] else 0, valid_vocab, classes)
     except (TypeError, ValueError) as error:
         if not validated:
             raise
@@ -116,20 +182,42 @@ def vocab_parallel_cross_entropy(
         _ranks.raise_together(_ranks.shards_problem(ranks.gather(shard)), tokens)
 
     with torch.no_grad():
-        images = ranks.all_reduce(ops.order_images(ops.rowmax(rows, 0, rows.shape[1])), dist.ReduceOp.MAX)
-        weight = ranks.size - 1 if ranks.rank == 0 else -1
-        words, maximum = ops.shard_words(rows, target, images, ignore_index, mode, weight, start)
+        images = ranks.all_reduce(ops.order_images(ops.rowmax(own, 0, own.shape[1])), dist.ReduceOp.MAX)
+        share = ranks.size - 1 if ranks.rank == 0 else -1
+        salt = () if asked is None else (asked.z_loss, asked.valid_vocab, asked.weight)
+        words, maximum = ops.shard_words(own, target, images, ignore_index, mode, share, start, *salt)
         ranks.all_reduce(words)
         settled, target_logits = ops.settle_targets(words, target, ignore_index)
         digits = words[: check.WORDS * len(rows)].view(len(rows), check.WORDS)
-        loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1)
+        if asked is None:
+            loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1)
+        else:
+            loss, _, state, status, lse, z = ops.finalize_with_options(
+                digits, target_logits, settled, maximum, ignore_index, asked.valid_vocab or -1, asked.z_loss, asked.weight
+            )
     if validated:
         findings = ranks.gather(_ranks.find_wrong_row(words, status, target, ignore_index))
         _ranks.raise_together(_ranks.rows_problem(findings), tokens)
+    if asked is not None:
+        return _finish_with_options(rows, loss, lse, z, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape, asked)
     return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
 
 
-def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None, ignore_index=-100, validate=None):
+def data_parallel_cross_entropy(
+    logits,
+    targets,
+    reduction="mean",
+    *,
+    group=None,
+    ignore_index=-100,
+    z_loss=0.0,
+    weight=None,
+    num_items=None,
+    valid_vocab=None,
+    return_z_loss=False,
+    return_lse=False,
+    validate=None,
+):
     """``cross_entropy`` of the tokens of all ranks of a group, each of which holds its own with the whole vocabulary: exact, so the same bytes for every way of spreading tokens.
 
     One all-reduce of 96 bytes. The loss is the global mean or sum on every rank, and each rank's gradient is that of this global loss with respect to its own logits. What
@@ -141,15 +229,17 @@ def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None
         targets: int64 or int32, the leading shape of logits.
         reduction: "mean" over all tokens of the group that are not ignored, or "sum".
         group: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
+        z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``. The sum of weights is that of all tokens of the group, ``num_items`` a number
+            for the whole group, and lse that of this rank's tokens.
         ignore_index, validate: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
-        float32 scalar, differentiable once.
+        float32 scalar, with what was asked for beside it, as ``cross_entropy``. Differentiable once.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got; with ``validate``, on every rank.
 
-    Source: docs/SPEC.md, sections 7 and 8.
+    Source: docs/SPEC.md, sections 7, 8 and 12.
     """
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits)
@@ -159,16 +249,24 @@ def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None
         target = check.target_rows(targets, logits)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)
+        asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1])
         with torch.no_grad():
-            loss, maximum, _, state, _, status = ops.cross_entropy(rows, target, NONE, ignore_index)
+            if asked is None:
+                loss, maximum, _, state, _, status = ops.cross_entropy(rows, target, NONE, ignore_index)
+            else:
+                loss, maximum, _, state, _, status, lse, z = ops.cross_entropy_with_options(
+                    rows, target, NONE, ignore_index, asked.z_loss, asked.weight, None, asked.valid_vocab
+                )
         if validated:
-            check.raise_for_status(status, target, rows.shape[1], ignore_index)
+            check.raise_for_status(status, target, asked and asked.valid_vocab or rows.shape[1], ignore_index)
     except (TypeError, ValueError) as error:
         if not validated:
             raise
         problem = type(error)(f"rank {dist.get_rank()}: {error}")
     if validated:
         _ranks.raise_together(problem, ranks)
+    if asked is not None:
+        return _finish_with_options(rows, loss, lse, z, target, maximum, state, mode, ranks, ignore_index, 0, targets.shape, asked)
     return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
 
 

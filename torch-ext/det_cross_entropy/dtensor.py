@@ -20,7 +20,21 @@ def _span(size, mesh, placements, dim):
     return first, last
 
 
-def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, class_dim=-1, validate=None):
+def cross_entropy(
+    logits,
+    targets,
+    reduction="mean",
+    *,
+    ignore_index=-100,
+    class_dim=-1,
+    z_loss=0.0,
+    weight=None,
+    num_items=None,
+    valid_vocab=None,
+    return_z_loss=False,
+    return_lse=False,
+    validate=None,
+):
     """``cross_entropy`` of a DTensor, without a redistribution: the same bytes for every mesh and placement.
 
     Args:
@@ -29,10 +43,11 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, class
             is sharded over classes; or, if that is replicated throughout, a plain tensor that is the same on every rank.
         reduction: as in ``cross_entropy``. Mean and sum are exact over all tokens of the mesh.
         class_dim: the dimension of the vocabulary; ``torch.nn.functional.cross_entropy`` has it at 1.
+        z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``; weight is a plain tensor or a replicated DTensor.
         ignore_index, validate: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
-        float32 DTensor: a replicated scalar, or for "none" placed as targets. The gradient is placed as logits, and is that of the global loss.
+        float32 DTensor: a replicated scalar, or for "none" placed as targets, as lse is; with what was asked for beside it, as ``cross_entropy``. The gradient is placed as logits, and is that of the global loss.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got.
@@ -66,7 +81,12 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, class
     first, last = _span(logits.shape[classes], mesh, placements, classes)
     if local.shape[-1] != last - first:
         raise ValueError(f"logits: expected columns {first} to {last} of {logits.shape[classes]} on this rank, as DTensor shards them, got {local.shape[-1]}")
-    options = {"ignore_index": ignore_index, "validate": validate}
+    if isinstance(weight, DTensor):
+        if not all(p == Replicate() for p in weight.placements):
+            raise ValueError(f"weight: expected a plain tensor or a replicated DTensor, got placements {tuple(weight.placements)}")
+        weight = weight.to_local()
+    options = {"ignore_index": ignore_index, "validate": validate, "z_loss": z_loss, "weight": weight, "num_items": num_items, "valid_vocab": valid_vocab}
+    options.update(return_z_loss=return_z_loss, return_lse=return_lse)
     tokens = [mesh.get_group(i) for i in by_token] if reduction != "none" else []
     if by_class:
         groups = [mesh.get_group(i) for i in by_class]
@@ -75,24 +95,31 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, class
         out = data_parallel_cross_entropy(local, targets, reduction, group=tokens, **options)
     else:
         out = functional.cross_entropy(local, targets, reduction, **options)
-    if reduction == "none":
+
+    def placed(result, a_token):
+        if not a_token:
+            return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
         stride = [shape[i + 1 :].numel() for i in range(len(shape))]
-        return DTensor.from_local(out, mesh, expected, run_check=False, shape=shape, stride=tuple(stride))
-    return DTensor.from_local(out, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return DTensor.from_local(result, mesh, expected, run_check=False, shape=shape, stride=tuple(stride))
+
+    each = reduction == "none"
+    if not isinstance(out, tuple):
+        return placed(out, each)
+    return tuple(placed(result, each or (return_lse and i == len(out) - 1)) for i, result in enumerate(out))
 
 
 def _functional(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
     """With the signature of torch.nn.functional.cross_entropy."""
-    for name, value, off in (("weight", weight, None), ("size_average", size_average, None), ("reduce", reduce, None), ("label_smoothing", label_smoothing, 0.0)):
+    for name, value, off in (("size_average", size_average, None), ("reduce", reduce, None), ("label_smoothing", label_smoothing, 0.0)):
         if value is not off and value != off:
             raise NotImplementedError(f"{name}: not implemented for DTensors")
-    return cross_entropy(input, target, reduction, ignore_index=ignore_index, class_dim=min(1, input.dim() - 1))
+    return cross_entropy(input, target, reduction, ignore_index=ignore_index, weight=weight, class_dim=min(1, input.dim() - 1))
 
 
 class loss_parallel(TorchFunctionMode):
     """Within ``with loss_parallel():``, ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss`` of DTensor logits are ``cross_entropy`` of this module.
 
-    As torch's context of the same name is used; backward may be outside. Class weights and label smoothing raise ``NotImplementedError``. Other tensors are left to torch.
+    As torch's context of the same name is used; backward may be outside. Label smoothing raises ``NotImplementedError``. Other tensors are left to torch.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

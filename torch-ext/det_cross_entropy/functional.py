@@ -5,10 +5,25 @@ import torch
 from . import _autograd
 from . import _checks as check
 from ._ops import ops
-from ._registration import MEAN
+from ._options import options, reduce_z
+from ._registration import COUNT_WORD, MEAN, NONE, SUM_WORDS
 
 
-def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, inplace_backward=False, validate=None):
+def cross_entropy(
+    logits,
+    targets,
+    reduction="mean",
+    *,
+    ignore_index=-100,
+    z_loss=0.0,
+    weight=None,
+    num_items=None,
+    valid_vocab=None,
+    return_z_loss=False,
+    return_lse=False,
+    inplace_backward=False,
+    validate=None,
+):
     """Cross-entropy of logits against target indices: the same bytes on every device, for every batch and layout.
 
     Args:
@@ -17,6 +32,13 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, inpla
         targets: int64 or int32, the leading shape of logits; each in [0, V) or ``ignore_index``.
         reduction: "mean" over the rows not ignored, "sum", or "none".
         ignore_index: rows with this target have loss 0 and gradient 0, leave the mean, and are not read.
+        z_loss: lambda of the PaLM z-loss: lambda * lse**2 is added to each row's loss. It is not multiplied by ``weight``.
+        weight: float32 [V], a factor for the loss of each class, of any sign; the mean divides by the sum of the weights of the rows not ignored, as in torch. So is the z-loss
+            then (Liger divides that by the number of rows). NaN if these weights add up to 0 and so do the losses.
+        num_items: an int, or an integer tensor of one: what the mean divides by instead (``num_items_in_batch`` of Hugging Face's Trainer). Below 1: NaN.
+        valid_vocab: only columns [0, valid_vocab) are the vocabulary: those of the padding are not read, and their gradient is 0.
+        return_z_loss: also return the z-loss that is in the loss, reduced as it is. Not differentiable.
+        return_lse: also return log(sum(exp(logits))) of each row, float32 in the shape of targets, 0 for an ignored row. Differentiable.
         inplace_backward: backward writes the gradient over the logits, so that nothing of their size is allocated. They are read twice instead of once. Refused
             for a leaf and for a layout that would be copied; after it, reading the logits gives the gradient, and whatever else saved them for its backward
             raises torch's error of a tensor modified in place. No effect on the bytes, nor under torch.compile, which plans its own memory.
@@ -24,30 +46,52 @@ def cross_entropy(logits, targets, reduction="mean", *, ignore_index=-100, inpla
             Where it is not raised, such a row's loss and gradient are NaN, and so are mean and sum.
 
     Returns:
-        float32 loss in nats: a scalar, or the shape of targets for "none". A row with a NaN or +inf logit, or nothing but -inf, is NaN;
+        float32 loss in nats: a scalar, or the shape of targets for "none"; ``(loss, z_loss)``, ``(loss, lse)`` or ``(loss, z_loss, lse)`` where asked for. A row with a NaN or +inf logit, or nothing but -inf, is NaN;
         a target whose logit is -inf has loss +inf; the mean of no rows is NaN. Differentiable once with respect to logits; the gradient has the dtype of logits.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got.
 
-    DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8.
+    DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8; the options: section 12.
     """
+    optional = z_loss or weight is not None or num_items is not None or valid_vocab is not None or return_z_loss or return_lse
     if check.is_dtensor(logits):
         from . import dtensor
 
         if inplace_backward:
             raise NotImplementedError("inplace_backward: not for DTensor logits")
-        return dtensor.cross_entropy(logits, targets, reduction, ignore_index=ignore_index, validate=validate)
+        asked = dict(z_loss=z_loss, weight=weight, num_items=num_items, valid_vocab=valid_vocab, return_z_loss=return_z_loss, return_lse=return_lse)
+        return dtensor.cross_entropy(logits, targets, reduction, ignore_index=ignore_index, validate=validate, **asked)
     rows = check.logits_rows(logits)
     target = check.target_rows(targets, logits)
     mode = check.reduction(reduction)
     check.integer("ignore_index", ignore_index)
     in_place = check.may_overwrite(inplace_backward, logits, rows)
     validated = check.wants_validation(validate, logits)
+    if optional:
+        asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1])
+        out, lse, status, z, sums = _autograd.loss_with_options(rows, target, mode, ignore_index, asked, in_place)
+        if validated:
+            check.raise_for_status(status, target, asked.valid_vocab or rows.shape[1], ignore_index)
+        z = reduce_z(z, target, mode, ignore_index, sums) if return_z_loss else None
+        shape = targets.shape if mode == NONE else ()
+        return asked.results(out.reshape(shape), None if z is None else z.reshape(shape), lse.reshape(targets.shape))
     out, _, _, status = _autograd.loss(rows, target, mode, ignore_index, in_place)
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index)
     return out.reshape(targets.shape) if reduction == "none" else out
+
+
+def logprobs(logits, tokens, *, ignore_index=-100, valid_vocab=None, validate=None):
+    """The log-probability of each token: float32 in the shape of tokens, differentiable once.
+
+    It is the loss of "none" with its sign changed: at most 0, never -0, 0 for an ignored token, -inf where the token's logit is -inf (the gradient of that row is finite). The same logits give
+    the same bits in every batch and on every device, so ``exp(lp - lp_old)`` of a policy that has not changed is exactly 1.
+    Arguments and errors as ``cross_entropy``. Source: docs/SPEC.md, section 12.
+    """
+    loss = cross_entropy(logits, tokens, "none", ignore_index=ignore_index, valid_vocab=valid_vocab, validate=validate)
+    # 0 and NaN as they are: the sign of neither is to change
+    return torch.where(loss > 0, -loss, loss.detach())
 
 
 def forward(logits, targets, *, ignore_index=-100, validate=None):
@@ -110,7 +154,8 @@ def carry_digits(den_digits):
     return torch.stack(words, -1)
 
 
-def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate):
+def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked):
+    """rows, target, maximum, loss, denom, state, lse, z_loss; the last two are None without options."""
     rows = check.logits_rows(logits).detach()
     target = check.target_rows(targets, logits)
     words = check.digits(den_digits, logits)
@@ -119,53 +164,108 @@ def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validat
     validated = check.wants_validation(validate, logits)
     readable = target.clamp(0, rows.shape[1] - 1).long()
     target_logits = rows.gather(1, readable.unsqueeze(1)).squeeze(1).float()
-    loss, denom, state, status = ops.finalize(words, target_logits, target, maximum, ignore_index, rows.shape[1])
+    if asked is None:
+        columns = rows.shape[1]
+        loss, denom, state, status = ops.finalize(words, target_logits, target, maximum, ignore_index, columns)
+        lse = z_loss = None
+    else:
+        columns = asked.valid_vocab or rows.shape[1]
+        loss, denom, state, status, lse, z_loss = ops.finalize_with_options(
+            words, target_logits, target, maximum, ignore_index, columns, asked.z_loss, asked.weight
+        )
     if validated:
-        check.raise_for_status(status, target, rows.shape[1], ignore_index, words)
-    return rows, target, maximum, loss, denom, state
+        check.raise_for_status(status, target, columns, ignore_index, words)
+    return rows, target, maximum, loss, denom, state, lse, z_loss
 
 
-def finalize(den_digits, logits, targets, global_rowmax, *, ignore_index=-100, validate=None):
+def finalize(
+    den_digits,
+    logits,
+    targets,
+    global_rowmax,
+    *,
+    ignore_index=-100,
+    z_loss=0.0,
+    weight=None,
+    valid_vocab=None,
+    return_z_loss=False,
+    return_lse=False,
+    validate=None,
+):
     """Loss and denominator of each row from the digits summed over all shards: ``(loss, denom)``, float32 [N].
 
     Equal bytes to ``forward``. ``logits`` [..., V] is the whole vocabulary, of which one logit a row is read. Shards that do not add up (missing, doubled, another
     maximum, a logit above it) and targets out of range give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError naming the row.
-    Source: docs/SPEC.md, section 6.
+    The options are those of ``cross_entropy``; what they return besides, float32 [N], comes after ``denom``. With ``valid_vocab`` the digits (and the maximum) are those of columns [0, valid_vocab).
+    Source: docs/SPEC.md, sections 6 and 12.
     """
-    _, _, _, loss, denom, _ = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate)
-    return loss, denom
+    size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
+    asked = options(logits, NONE, z_loss, weight, None, valid_vocab, return_z_loss, return_lse, size)
+    _, _, _, loss, denom, _, lse, z = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
+    return (loss, denom) + (z,) * return_z_loss + (lse,) * return_lse
 
 
 def grad_logits(
-    grad_loss, logits, targets, den_digits, global_rowmax, v_lo=0, v_hi=None, *, ignore_index=-100, sums=None, validate=None
+    grad_loss,
+    logits,
+    targets,
+    den_digits,
+    global_rowmax,
+    v_lo=0,
+    v_hi=None,
+    *,
+    ignore_index=-100,
+    sums=None,
+    z_loss=0.0,
+    weight=None,
+    num_items=None,
+    valid_vocab=None,
+    grad_lse=None,
+    validate=None,
 ):
     """Gradient of the loss with respect to columns [v_lo, v_hi): [N, v_hi - v_lo] in the dtype of logits, the slice of the full gradient.
 
     Args:
         grad_loss: float32, the upstream gradient: [N] for per-row losses, a scalar for their sum, or for their mean (then give ``sums``).
         den_digits, global_rowmax: the row state, summed over all shards.
-        sums: int64 [12] from ``loss_digits``, for a mean: the gradient is divided by its count before it is rounded.
+        sums: int64 [12] or [24] from ``loss_digits``, for a mean: the gradient is divided by its count, or its sum of weights, before it is rounded.
+        num_items: for a mean that divides by that, in place of ``sums``.
+        grad_lse: float32 [N], the upstream gradient of ``lse``.
+        z_loss, weight, valid_vocab: as in ``cross_entropy``, of the loss.
 
-    Source: docs/SPEC.md, section 7.
+    Source: docs/SPEC.md, sections 7 and 12.
     """
-    rows, target, maximum, _, _, state = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate)
+    size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
+    asked = options(logits, MEAN, z_loss, weight, num_items, valid_vocab, False, grad_lse is not None, size)
+    rows, target, maximum, _, _, state, _, _ = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
     check.tensor("grad_loss", grad_loss, (torch.float32,), device=logits.device)
     if grad_loss.dim() != 0:
         grad_loss = check.row_values("grad_loss", grad_loss, logits)
     v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
     sums = None if sums is None else check.sum_words(sums, logits.device)
-    return ops.grad_logits(grad_loss, rows, target, maximum, state, sums, ignore_index, v_lo, v_hi, 0)
+    if asked is None:
+        return ops.grad_logits(grad_loss, rows, target, maximum, state, sums, ignore_index, v_lo, v_hi, 0)
+    if asked.num_items is not None:
+        if sums is not None:
+            raise ValueError("num_items: expected None beside sums")
+        sums = torch.zeros(SUM_WORDS, dtype=torch.int64, device=logits.device)
+        sums[COUNT_WORD:COUNT_WORD + 1] = asked.num_items
+    grad_lse = None if grad_lse is None else check.row_values("grad_lse", grad_lse, logits)
+    return ops.grad_logits_with_options(grad_loss, rows, target, maximum, state, sums, ignore_index, v_lo, v_hi, 0, grad_lse, asked.valid_vocab)
 
 
-def loss_digits(loss, targets, *, ignore_index=-100):
+def loss_digits(loss, targets, *, ignore_index=-100, weight=None):
     """The exact sum and count of per-row losses as int64 [12]; words of parts of a batch add up to those of the batch.
 
-    ``loss`` float32 [...], ``targets`` int64 or int32 of the same shape. Source: docs/SPEC.md, section 8.
+    ``loss`` float32 [...], ``targets`` int64 or int32 of the same shape. ``weight``, float32 [V]: int64 [24], with the exact sum of the targets' weights as well, for a mean that divides by that
+    (the losses are taken as they are). Source: docs/SPEC.md, sections 8 and 12.
     """
     check.tensor("loss", loss, (torch.float32,))
     check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
     check.integer("ignore_index", ignore_index)
-    return ops.loss_digits(loss.reshape(-1).contiguous(), targets.reshape(-1).contiguous(), ignore_index)
+    if weight is not None:
+        weight = options(loss, NONE, weight=weight).weight
+    return ops.loss_digits(loss.reshape(-1).contiguous(), targets.reshape(-1).contiguous(), ignore_index, weight)
 
 
 def reduce_digits(sums, reduction="mean"):
@@ -173,13 +273,25 @@ def reduce_digits(sums, reduction="mean"):
     return ops.reduce_digits(check.sum_words(sums), check.reduction(reduction, ("mean", "sum")) == MEAN)
 
 
+def finalize_mean(digits, count):
+    """The sum of the losses behind ``loss_digits`` over ``count``: float32 scalar, rounded once, so the same for every cut of the tokens into micro-batches and ranks.
+
+    ``digits`` int64 [12] or [24], the sum of all parts; ``count`` an int, or an integer tensor of one: ``num_items`` of ``cross_entropy``. Source: docs/SPEC.md, section 12.
+    """
+    words = check.sum_words(digits, name="digits")[:SUM_WORDS].clone()
+    words[COUNT_WORD : COUNT_WORD + 1] = options(digits, MEAN, num_items=count).num_items
+    return ops.reduce_digits(words, True)
+
+
 __all__ = [
     "carry_digits",
     "cross_entropy",
     "denom_digits",
     "finalize",
+    "finalize_mean",
     "forward",
     "grad_logits",
+    "logprobs",
     "loss_digits",
     "reduce_digits",
     "rowmax",

@@ -31,6 +31,7 @@ class Case(NamedTuple):
     logits: Callable[[], torch.Tensor]
     dtype: torch.dtype
     ignored: int = 7  # every how many rows one is ignored; 0: none
+    options: bool = False  # what is computed: the loss with options, or the plain one and its pieces
 
 
 def _special() -> torch.Tensor:
@@ -81,6 +82,10 @@ CASES: Dict[str, Case] = {
     "special-fp32": Case(_special, torch.float32, 0),
     "special-bf16": Case(_special, torch.bfloat16, 0),
     "special-fp16": Case(_special, torch.float16, 0),
+    "options-fp32": Case(lambda: normal_like(1, 37, 5003, 1.0), torch.float32, 7, True),
+    "options-bf16": Case(lambda: normal_like(5, 9, 8192, 16.0), torch.bfloat16, 7, True),
+    "options-special-fp32": Case(_special, torch.float32, 0, True),
+    "options-special-fp16": Case(_special, torch.float16, 0, True),
 }
 
 
@@ -90,14 +95,41 @@ def inputs(name: str, device="cpu"):
     logits = case.logits().to(case.dtype)
     rows, columns = logits.shape
     targets = _uniform(100, rows) % columns
+    if case.options:
+        targets %= columns - columns // 9  # all of them in the valid vocabulary
     if case.ignored:
         targets[:: case.ignored] = -100
     upstream = ((_uniform(101, rows) & 0xFFFF) - 32768).to(torch.float32) / 65536.0
     return logits.to(device), targets.to(device), upstream.to(device)
 
 
+def run_options(name: str, device="cpu") -> Dict[str, torch.Tensor]:
+    """Loss, z-loss, lse and gradients of a case with the options one by one and all together; lse has an upstream gradient of its own."""
+    logits, targets, upstream = inputs(name, device)
+    columns = logits.shape[1]
+    weight = (((_uniform(102, columns) & 0xFFFF) - 8192).to(torch.float32) / 32768.0).to(device)  # from -0.25 to 1.75
+    settings = {
+        "z": {"z_loss": 2.0**-10 + 2.0**-30},
+        "weight": {"weight": weight},
+        "valid": {"valid_vocab": columns - columns // 9},
+        "all": {"z_loss": 0.3, "weight": weight, "valid_vocab": columns - columns // 9},
+    }
+    out = {}
+    for key, options in settings.items():
+        for reduction in ("none", "mean", "items"):
+            leaf = logits.detach().clone().requires_grad_()
+            more = {"reduction": "none"} if reduction == "none" else {"num_items": 1001} if reduction == "items" else {}
+            loss, z, lse = F.cross_entropy(leaf, targets, return_z_loss=True, return_lse=True, **options, **more)
+            torch.autograd.backward([loss, lse], [upstream if reduction == "none" else upstream[0], upstream.flip(0)])
+            out[f"{key}_{reduction}"], out[f"{key}_grad_{reduction}"] = loss.detach(), leaf.grad
+        out[f"{key}_z_loss"], out[f"{key}_lse"] = z, lse.detach()
+    return out
+
+
 def run(name: str, device="cpu") -> Dict[str, torch.Tensor]:
     """Every quantity of a case; the vocabulary is cut in three uneven shards where it says so."""
+    if CASES[name].options:
+        return run_options(name, device)
     logits, targets, upstream = inputs(name, device)
     columns = logits.shape[1]
     out = {}
@@ -118,4 +150,4 @@ def run(name: str, device="cpu") -> Dict[str, torch.Tensor]:
     return out
 
 
-__all__ = ["CASES", "Case", "inputs", "normal_like", "run"]
+__all__ = ["CASES", "Case", "inputs", "normal_like", "run", "run_options"]

@@ -1,0 +1,89 @@
+"""What a caller asks of the loss beyond the plain one, as one value that travels through the package. docs/SPEC.md, section 12."""
+
+import math
+from typing import NamedTuple, Optional
+
+import torch
+
+from . import _checks as check
+from ._ops import ops
+from ._registration import COUNT_WORD, MEAN, NONE, SUM_WORDS
+
+
+class Options(NamedTuple):
+    """Checked, as the ops take them."""
+
+    z_loss: float = 0.0
+    weight: Optional[torch.Tensor] = None  # float32 [V], contiguous
+    num_items: Optional[torch.Tensor] = None  # int64 [1], on the device of the logits
+    valid_vocab: int = 0  # 0: all columns
+    return_z_loss: bool = False
+    return_lse: bool = False
+
+    def valid(self, rows, start=0):
+        """The columns of rows that take part, the first of which is column `start` of the vocabulary."""
+        end = max(self.valid_vocab - start, 0)
+        return rows[:, :end] if self.valid_vocab and end < rows.shape[1] else rows
+
+    def common(self):
+        """(name, value) of what must be the same on all ranks. Waits for the device."""
+        from .audit import digest
+
+        count = None if self.num_items is None else int(self.num_items)
+        weight = None if self.weight is None else f"weights with SHA-256 {digest(self.weight)}"
+        named = self._asdict()
+        return tuple({**named, "weight": weight, "num_items": count}.items())
+
+    def results(self, loss, z_loss, lse):
+        """What the caller gets: the loss alone, or a tuple."""
+        more = (z_loss,) * self.return_z_loss + (lse,) * self.return_lse
+        return (loss, *more) if more else loss
+
+
+def options(logits, mode, z_loss=0.0, weight=None, num_items=None, valid_vocab=None, return_z_loss=False, return_lse=False, columns=None):
+    """Options, or None if nothing is asked for. logits: for its device; columns: of the vocabulary, None where only all ranks together know."""
+    if not (z_loss or weight is not None or num_items is not None or valid_vocab is not None or return_z_loss or return_lse):
+        return None
+    if isinstance(z_loss, bool) or not isinstance(z_loss, (int, float, torch.SymFloat)):
+        raise TypeError(f"z_loss: expected a float, got {type(z_loss).__name__}")
+    if not 0 <= z_loss < 2.0**128:
+        raise ValueError(f"z_loss: expected a finite number, 0 or more, got {z_loss}")
+    if weight is not None:
+        check.tensor("weight", weight, (torch.float32,), None if columns is None else (columns,), logits.device)
+        if weight.dim() != 1:
+            raise ValueError(f"weight: expected shape [V], got {tuple(weight.shape)}")
+        weight = weight.detach().contiguous()
+    if num_items is not None:
+        if mode != MEAN:
+            raise ValueError("num_items: expected None, for it is what a mean divides by")
+        if isinstance(num_items, torch.Tensor):
+            check.tensor("num_items", num_items, (torch.int64, torch.int32))
+            if num_items.numel() != 1:
+                raise ValueError(f"num_items: expected an int or a tensor of one, got shape {tuple(num_items.shape)}")
+            num_items = num_items.detach().reshape(1).to(logits.device, torch.int64)
+        else:
+            num_items = torch.full((1,), check.integer("num_items", num_items), dtype=torch.int64, device=logits.device)
+    if valid_vocab is not None:
+        most = 2**31 - 1 if columns is None else columns
+        if not 1 <= check.integer("valid_vocab", valid_vocab) <= most:
+            raise ValueError(f"valid_vocab: expected 1 to {most}, got {valid_vocab}")
+    for name, value in (("return_z_loss", return_z_loss), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name}: expected True or False, got {value!r}")
+    return Options(float(z_loss), weight, num_items, valid_vocab or 0, return_z_loss, return_lse)
+
+
+def with_divisor(words, sums):
+    """Words of other values of the rows whose mean divides by what `sums` divides by."""
+    return torch.cat([words[:COUNT_WORD], sums[COUNT_WORD : COUNT_WORD + 1], words[COUNT_WORD + 1 : SUM_WORDS], sums[SUM_WORDS:]])
+
+
+def reduce_z(z_loss, targets, mode, ignore_index, sums):
+    """The z-loss [N] by itself, as the loss is reduced. sums: the words of the loss."""
+    if mode == NONE:
+        return z_loss
+    words = ops.loss_digits(z_loss, targets, ignore_index)
+    return ops.reduce_digits(with_divisor(words, sums) if mode == MEAN else words, mode == MEAN)
+
+
+__all__ = ["Options", "options", "reduce_z", "with_divisor"]
