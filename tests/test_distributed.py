@@ -413,6 +413,10 @@ def token_ranks_go_wrong(dce, rank, groups):
         "data parallel": (dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"], validate=False),
                           error_of(lambda: dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"]))),
         "reduction": error_of(lambda: dce.data_parallel_cross_entropy(whole, t, "none", group=mesh["dp"])),
+        # replicas that ask for other things would wait for messages of another length
+        "other weights": error_of(lambda: dce.data_parallel_cross_entropy(whole[:2], t[:2], group=mesh["dp"], weight=torch.ones(30) if replica else None)),
+        "other returns": error_of(lambda: dce.vocab_parallel_cross_entropy(x[:2], t[:2], return_z_loss=replica == 1, **kw)),
+        "other reductions": error_of(lambda: dce.data_parallel_cross_entropy(whole[:2], t[:2], ("mean", "sum")[replica], group=mesh["dp"])),
     }
 
 
@@ -763,6 +767,10 @@ def test_an_error_in_one_replica_is_raised_in_all(seen):
         assert kind == "ValueError" and re.search(message, text), text
     assert len({o["argument"] for o in outcomes}) == 1 and outcomes[0]["argument"][0] == "TypeError" and "rank 3: logits_shard" in outcomes[0]["argument"][1]
     assert all(o["reduction"][0] == "ValueError" and "'none'" in o["reduction"][1] for o in outcomes)
+    for name, message in (("other weights", "weight: rank [23] has weights .*, rank [01] has None"), ("other returns", "return_z_loss: rank [23] has True, rank [01] has False"),
+                          ("other reductions", "reduction: rank [23] has sum, rank [01] has mean")):
+        for o in outcomes:
+            assert o[name][0] == "ValueError" and re.search(message, o[name][1]), (name, o[name])
 
 
 def test_gradients_under_ddp(seen):

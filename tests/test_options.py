@@ -2,6 +2,7 @@
 import itertools
 import warnings
 
+import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
@@ -176,6 +177,23 @@ def test_finalize_mean(dce, pairs, count, data):
     words[9] = count
     for given_count in (count, torch.tensor(count), torch.tensor([count])):
         assert_bits(dce.finalize_mean(sum(parts), given_count), o.reduce(words, "mean"))
+
+
+def test_lse_is_as_near_as_stated(dce):
+    """SPEC 12's bound, against 200 bits: rows far from 0, rows whose lse is near 0, and shifted ones."""
+    mpmath.mp.prec = 200
+    eps, worst = 2.0 ** -22.95, 0
+    rows = [normal(50, seed, scale) for seed in range(20) for scale in (1e-3, 1.0, 30.0)] + [[-12.0 - i * 1e-4] * 1 + [-0.5 * i] * 3 for i in range(1, 20)]
+    rows += [[2e6 + 7 * i, 2e6 - 3.0, 2e6 + 7 * i - 0.25] for i in range(10)] + [[-1.0986, -1.0987, -1.0985], [-30.0, -1e-7]]
+    for row in rows:
+        logits = tensor_of([row], "fp32")
+        _, lse = dce.cross_entropy(logits, torch.tensor([0]), return_lse=True)
+        exact = mpmath.log(mpmath.fsum(mpmath.exp(x) for x in rows_of(logits)[0]))
+        ulp = abs(torch.nextafter(lse, lse * 2) - lse).item()
+        error = abs(mpmath.mpf(lse.item()) - exact)
+        assert error <= eps + 2.0 ** -48 * max(1, abs(exact)) + ulp / 2
+        worst = max(worst, error / (eps + ulp / 2))
+    assert worst > 0.3                                          # the bound is not loose
 
 
 # ---------------------------------------------------------------------------------------------------------------------

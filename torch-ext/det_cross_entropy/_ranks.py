@@ -56,6 +56,14 @@ class Shard(NamedTuple):
     classes: Optional[int] = None  # that have a weight
 
 
+def common_problem(process, common, first, expected):
+    """What two ranks do not have in common, though they must, as an exception; or None."""
+    for (name, value), (_, other) in zip(common, expected):
+        if value != other:
+            return ValueError(f"{name}: rank {process} has {value}, rank {first} has {other}")
+    return None
+
+
 def shards_problem(shards):
     """Why these shards are not one vocabulary: an exception, or None. The same for every rank that was given the same list."""
     for s in shards:
@@ -65,9 +73,9 @@ def shards_problem(shards):
     for s in shards[1:]:
         if s.rows != first.rows:
             return ValueError(f"targets: rank {s.process} has {s.rows} rows, rank {first.process} has {first.rows}")
-        for (name, value), (_, expected) in zip(s.common, first.common):
-            if value != expected:
-                return ValueError(f"{name}: rank {s.process} has {value}, rank {first.process} has {expected}")
+        problem = common_problem(s.process, s.common, first.process, first.common)
+        if problem is not None:
+            return problem
     end, before = 0, None
     for s in sorted((s for s in shards if s.columns), key=lambda s: (s.start, s.process)):
         stop = s.start + s.columns
@@ -88,9 +96,11 @@ def shards_problem(shards):
     return None
 
 
-def raise_together(problem, tokens):
-    """Raises `problem`, the same on all ranks that share a vocabulary; or that of other ranks of `tokens`, who would wait for this one."""
-    problems = [problem] if tokens is None else tokens.gather(problem)
+def raise_together(problem, tokens, common=()):
+    """Raises `problem`, the same on all ranks that share a vocabulary; or that of other ranks of `tokens`, who would wait for this one, or have other arguments."""
+    told = [(dist.get_rank(), problem, common)]
+    told = told if tokens is None else tokens.gather(told[0])
+    problems = [p for _, p, _ in told] + [common_problem(*rank[::2], *told[0][::2]) for rank in told]
     for p in problems:
         if p is not None:
             raise p

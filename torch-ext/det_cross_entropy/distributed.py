@@ -104,6 +104,11 @@ def _token_ranks(dp_group, mode):
     return Ranks("dp_group", dp_group)
 
 
+def _everywhere(reduction, ignore_index, asked):
+    """(name, value) of the arguments that are the same on all ranks."""
+    return (("reduction", reduction), ("ignore_index", ignore_index), *(asked or Options()).common())
+
+
 def _first_column(vocab_start, rank, columns):
     start = rank * columns if vocab_start is None else check.integer("vocab_start", vocab_start)
     if start < 0 or start + columns >= 2**31:
@@ -170,16 +175,16 @@ def vocab_parallel_cross_entropy(
         asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse)
         own, classes = rows if asked is None else asked.valid(rows, start), None if weight is None else len(weight)
         if validated:
-            common = (("reduction", reduction), ("ignore_index", ignore_index), ("logits_shard", rows.dtype))
-            common += (asked or Options()).common()
-            shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, own.shape[1], common, start + rows.shape[1] if rows.shape[1] else 0, valid_vocab, classes)
+            everywhere = _everywhere(reduction, ignore_index, asked)
+            stop = start + rows.shape[1] if rows.shape[1] else 0
+            shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, own.shape[1], (*everywhere, ("logits_shard", rows.dtype)), stop, valid_vocab, classes)
     except (TypeError, ValueError) as error:
         if not validated:
             raise
-        tokens = None if dp_group is None else Ranks("dp_group", dp_group)
+        tokens, everywhere = None if dp_group is None else Ranks("dp_group", dp_group), ()
         shard = _ranks.Shard(dist.get_rank(), error)
     if validated:
-        _ranks.raise_together(_ranks.shards_problem(ranks.gather(shard)), tokens)
+        _ranks.raise_together(_ranks.shards_problem(ranks.gather(shard)), tokens, everywhere)
 
     with torch.no_grad():
         images = ranks.all_reduce(ops.order_images(ops.rowmax(own, 0, own.shape[1])), dist.ReduceOp.MAX)
@@ -243,7 +248,7 @@ def data_parallel_cross_entropy(
     """
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits)
-    problem = None
+    problem, everywhere = None, ()
     try:
         rows = check.logits_rows(logits)
         target = check.target_rows(targets, logits)
@@ -258,13 +263,14 @@ def data_parallel_cross_entropy(
                     rows, target, NONE, ignore_index, asked.z_loss, asked.weight, None, asked.valid_vocab
                 )
         if validated:
+            everywhere = _everywhere(reduction, ignore_index, asked)
             check.raise_for_status(status, target, asked and asked.valid_vocab or rows.shape[1], ignore_index)
     except (TypeError, ValueError) as error:
         if not validated:
             raise
         problem = type(error)(f"rank {dist.get_rank()}: {error}")
     if validated:
-        _ranks.raise_together(problem, ranks)
+        _ranks.raise_together(problem, ranks, everywhere)
     if asked is not None:
         return _finish_with_options(rows, loss, lse, z, target, maximum, state, mode, ranks, ignore_index, 0, targets.shape, asked)
     return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
