@@ -92,6 +92,7 @@ struct RowVectors {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) whole(v[u], i + u * kThreads);
     }
+#pragma unroll 1
     for (; i < end; i += kThreads) {
       Vector<T> v = load(i);
       whole(v, i);
