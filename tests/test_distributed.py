@@ -204,6 +204,7 @@ def error_of(call):
 
 def wrong_only_with_validate(dce, rank, groups):
     """What would hang, or fail in the backend, if nobody looked first."""
+    alone = [dist.new_group([r]) for r in range(8)][rank]
     if rank >= 3:
         return {}
     x, t, parallel, group = SMALL[:, 10 * rank : 10 * rank + 10], SMALL_TARGETS, dce.vocab_parallel_cross_entropy, groups[3]
@@ -215,7 +216,7 @@ def wrong_only_with_validate(dce, rank, groups):
         "shape": lambda: parallel(x, t[:5] if rank == 2 else t, group=group),
         "not a tensor": lambda: parallel(None if rank == 0 else x, t, group=group),
         "vocab_start": lambda: parallel(x, t, group=group, vocab_start=-1 if rank == 1 else 10 * rank),
-        "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=groups[3]),
+        "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=alone),
         "no columns": lambda: parallel(x[:, :0], t, group=group),
         "group": lambda: parallel(x, t, group=3),
         "good": lambda: parallel(x, t, group=group),
@@ -305,6 +306,54 @@ def token_ranks_go_wrong(dce, rank, groups):
                           error_of(lambda: dce.data_parallel_cross_entropy(whole, t, group=mesh["dp"]))),
         "reduction": error_of(lambda: dce.data_parallel_cross_entropy(whole, t, "none", group=mesh["dp"])),
     }
+
+
+def replicas_that_differ(dce, rank, groups):
+    """Two replicas of two ranks each, whose arguments are right by themselves: {case: error}; "miswired" is of four replicas."""
+    ranks = torch.arange(8).view(4, 2)
+    wide = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+    left, right = ([dist.new_group(r) for r in pairs] for pairs in ([[0, 2], [4, 6]], [[1, 5], [3, 7]]))
+    x, t = SMALL[:, 15 * (rank % 2) : 15 * (rank % 2) + 15], SMALL_TARGETS.clamp(max=9)
+    parallel, tokens, losses = dce.vocab_parallel_cross_entropy, dce.data_parallel_cross_entropy, dce.reduce_losses
+    mine = next(g for g in (left if rank % 2 == 0 else right) if rank in dist.get_process_group_ranks(g))
+    seen = {"miswired": error_of(lambda: parallel(x, t, group=wide["tp"], dp_group=mine))}
+    mesh = DeviceMesh("cpu", ranks[:2], mesh_dim_names=("dp", "tp"))
+    if rank >= 4:
+        return seen
+    second, kw = rank >= 2, {"group": mesh["tp"], "dp_group": mesh["dp"]}
+    dp = mesh.get_group("dp")
+
+    def forward_mode():
+        with torch.autograd.forward_ad.dual_level():
+            parallel(torch.autograd.forward_ad.make_dual(x, x) if rank == 3 else x, t, **kw)
+
+    class Strange(torch.Tensor):
+        @property
+        def layout(self):
+            raise KeyError("layout")
+
+    narrow = x[:, : 15 - second]
+    calls = {
+        "reduction": lambda: parallel(x, t, "sum" if second else "mean", **kw),
+        "ignore_index": lambda: parallel(x, t, ignore_index=-1 if second else -100, **kw),
+        "V": lambda: parallel(narrow, t, **kw),
+        "forward mode": forward_mode,
+        "strange": lambda: parallel(x.as_subclass(Strange) if rank == 3 else x, t, **kw),
+        "tokens: reduction": lambda: tokens(x, t, "sum" if second else "mean", group=dp),
+        "tokens: ignore_index": lambda: tokens(x, t.clamp(min=0), ignore_index=-1 if second else -100, group=dp),
+        "tokens: V": lambda: tokens(narrow, t, group=dp),
+        "tokens: strange": lambda: tokens(x.as_subclass(Strange) if second else x, t, group=dp),
+        "losses: reduction": lambda: losses(x[:, 0], t, "sum" if second else "mean", group=dp),
+        "losses: ignore_index": lambda: losses(x[:, 0], t, ignore_index=-1 if second else -100, group=dp),
+        "losses: targets": lambda: losses(x[:, 0], t[second:], group=dp),
+        "another call": lambda: tokens(x, t, group=dp) if second else losses(x[:, 0], t, group=dp),
+        "good": lambda: (parallel(x, t, **kw), tokens(x, t, group=dp), losses(x[:, 0], t, group=dp)),
+    }
+    seen.update((name, error_of(call)) for name, call in calls.items())
+    for name, dp_group in {"world": groups[4], "tp": mesh.get_group("tp"), "mesh": mesh, "in the other order": None}.items():
+        by = {"group": mesh["tp"], "dp_group": dp_group} if dp_group else {"group": mesh, "dp_group": dp}
+        seen[name] = [error_of(lambda: parallel(x, t, validate=validate, **by)) for validate in (True, False)]
+    return seen
 
 
 class Scores(torch.nn.Module):
@@ -454,7 +503,7 @@ def autograd(dce, rank, groups):
     }
 
 
-PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
+PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
 
 
 def worker(rank, world):
@@ -585,6 +634,44 @@ def test_an_error_in_one_replica_is_raised_in_all(seen):
     assert all(o["reduction"][0] == "ValueError" and "'none'" in o["reduction"][1] for o in outcomes)
 
 
+@pytest.mark.parametrize("case, kind, message", [
+    ("reduction", "ValueError", "reduction: rank {2} has sum, rank {0} has mean"),
+    ("ignore_index", "ValueError", "ignore_index: rank {2} has -1, rank {0} has -100"),
+    ("V", "ValueError", "logits_shard: rank {2} has V = 28, rank {0} has V = 30"),
+    ("forward mode", "NotImplementedError", "rank 3: logits: forward-mode"),
+    ("strange", "RuntimeError", "rank 3: KeyError: 'layout'"),
+    ("tokens: reduction", "ValueError", "reduction: rank {2} has sum, rank {0} has mean"),
+    ("tokens: ignore_index", "ValueError", "ignore_index: rank {2} has -1, rank {0} has -100"),
+    ("tokens: V", "ValueError", "logits: rank {2} has V = 14, rank {0} has V = 15"),
+    ("tokens: strange", "RuntimeError", "rank {2}: KeyError: 'layout'"),
+    ("losses: reduction", "ValueError", "reduction: rank {2} has sum, rank {0} has mean"),
+    ("losses: ignore_index", "ValueError", "ignore_index: rank {2} has -1, rank {0} has -100"),
+    ("losses: targets", "ValueError", "rank {2}: targets: expected shape (6,), got (5,)"),
+    ("another call", "RuntimeError", "reduce_losses"),
+])
+def test_replicas_that_do_not_agree(seen, case, kind, message):
+    for rank, r in enumerate(seen[:4]):
+        first, column = rank % 2, case in ("reduction", "ignore_index", "V")
+        outcome = r["replicas_that_differ"]
+        assert outcome["good"] is None
+        got, text = outcome[case]
+        # the same on all ranks that meet: a column of the grid where only replicas meet; a whole vocabulary hears of the first column's
+        wanted = message.replace("{0}", str(0 if column else first)).replace("{2}", str(2 if column else first + 2))
+        assert got == kind and wanted in text, text
+
+
+def test_a_dp_group_that_holds_the_same_tokens(seen):
+    for rank, r in enumerate(seen[:4]):
+        for case in ("world", "tp", "mesh", "in the other order"):
+            for validated, error in zip((True, False), r["replicas_that_differ"][case]):
+                speaker = rank if not validated else 0 if case == "in the other order" else rank // 2 * 2
+                shared = speaker ^ 2 if case == "in the other order" else speaker ^ 1
+                assert error[0] == "ValueError" and f"dp_group: expected ranks with other tokens than rank {speaker}, got [{shared}]" in error[1], (case, error)
+    for r in seen:
+        kind, text = r["replicas_that_differ"]["miswired"]
+        assert kind == "ValueError" and re.search(r"dp_group: rank \d has replicas at ranks \[\d, \d\], rank \d has replicas at ranks", text), text
+
+
 def test_gradients_under_ddp(seen):
     for r in seen[:2]:
         averaged, expected = r["under_ddp"]
@@ -683,6 +770,35 @@ def dies(rank, world, when):
             os._exit(9)
         out = dce.vocab_parallel_cross_entropy(x, SMALL_TARGETS, validate=False)
     return out.item()
+
+
+def one_rank_is_wrong(rank, world):
+    """Errors that the others cannot be told of by a group that all agree on. The last of them leaves rank 2 waiting for rank 0, which goes away."""
+    dce = load_kernel()
+    tp, dp = ([dist.new_group(pair) for pair in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    tp, dp, parallel, other = tp[rank // 2], dp[rank % 2], dce.vocab_parallel_cross_entropy, [None] * world
+    x, t = SMALL[:, 15 * (rank % 2) : 15 * (rank % 2) + 15], SMALL_TARGETS
+    seen = {"dp_group on one": [error_of(lambda: parallel(x, t, group=tp, dp_group=dp if rank == r else None)) for r in range(world)]}
+    seen["group"] = error_of(lambda: dce.data_parallel_cross_entropy(x, t, group="x" if rank == 0 else None))
+    if rank == 0:
+        dist.all_gather_object(other, "something else")
+    seen["dp_group"] = error_of(lambda: parallel(x, t, group=tp, dp_group="x" if rank == 0 else dp))
+    if rank % 2:
+        error_of(lambda: dist.barrier(group=dp))                # neither goes before the other has read what it was told
+    return seen
+
+
+def test_one_rank_is_wrong():
+    for rank, outcome in enumerate(processes.run(one_rank_is_wrong, 4)):
+        for alone, error in enumerate(outcome["dp_group on one"]):
+            expected = ("ValueError", f"dp_group: rank {alone ^ 1} has None, rank {alone} has one") if rank // 2 == alone // 2 else None
+            assert error == expected, (rank, alone)
+        group, dp_group = ("TypeError", "expected a ProcessGroup"), ("TypeError", "rank 0: dp_group: expected a ProcessGroup")
+        for case, (kind, message) in {
+            "group": group if rank == 0 else ("RuntimeError", "sends a str"),
+            "dp_group": dp_group if rank != 2 else ("RuntimeError", ""),
+        }.items():
+            assert outcome[case][0] == kind and message in outcome[case][1], (rank, outcome[case])
 
 
 def test_a_killed_rank_is_an_error_within_the_timeout():

@@ -42,12 +42,15 @@ def _finish(rows, loss, target, maximum, state, mode, tokens, ignore_index, star
     return out.reshape(shape) if mode == NONE else out
 
 
-def _token_ranks(dp_group, mode):
+def _token_ranks(dp_group, ranks):
+    """The ranks of dp_group, which must hold other tokens than those of `ranks`: else each token would count once for every rank that shares its vocabulary."""
     if dp_group is None:
         return None
-    if mode == NONE:
-        raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
-    return Ranks("dp_group", dp_group)
+    tokens = Ranks("dp_group", dp_group)
+    shared = (tokens.processes() & ranks.processes()) - {dist.get_rank()}
+    if shared:
+        raise ValueError(f"dp_group: expected ranks with other tokens than rank {dist.get_rank()}, got {sorted(shared)}, who share its vocabulary (group)")
+    return tokens
 
 
 def _first_column(vocab_start, rank, columns):
@@ -83,9 +86,11 @@ def vocab_parallel_cross_entropy(
             that cover the vocabulary once.
         dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
+            None of them may be in ``group``, but this rank itself.
         ignore_index: as in ``cross_entropy``.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
-            both groups alike, at the cost of a few messages and a wait for the device. False: they give NaN, in loss and gradient; but different numbers of tokens are an
+            both groups alike, at the cost of a few messages and a wait for the device. Where a rank's ``group`` or ``dp_group`` itself is wrong, those who wait for it there get the
+            backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens are an
             error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
 
     Returns:
@@ -96,24 +101,28 @@ def vocab_parallel_cross_entropy(
 
     Source: docs/SPEC.md, sections 4, 6 to 8 and 11.
     """
+    call = "vocab_parallel_cross_entropy"
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits_shard)
+    tokens = None
     try:
+        tokens = _token_ranks(dp_group, ranks)  # first, so that they hear of whatever else is wrong
         rows = check.rank_rows(logits_shard)
         target = check.target_rows(targets, logits_shard)
         mode = check.reduction(reduction)
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
-        tokens = _token_ranks(dp_group, mode)
-        common = (("reduction", reduction), ("ignore_index", ignore_index), ("logits_shard", rows.dtype))
-        shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, rows.shape[1], common)
-    except (TypeError, ValueError) as error:
+        if dp_group is not None and mode == NONE:
+            raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
+        common = (("reduction", reduction), ("ignore_index", ignore_index))
+        same = (*common, ("logits_shard", rows.dtype))
+        shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, rows.shape[1], same, None, dp_group is not None)
+    except Exception as error:  # of any kind: the others would wait
         if not validated:
             raise
-        tokens = None if dp_group is None else Ranks("dp_group", dp_group)
-        shard = _ranks.Shard(dist.get_rank(), error)
+        common, shard = (), _ranks.Shard(dist.get_rank(), _ranks.told(error), spread=dp_group is not None)
     if validated:
-        _ranks.raise_together(_ranks.shards_problem(ranks.gather(shard)), tokens)
+        _ranks.agree_on_shards(call, ranks, tokens, shard, common)
 
     with torch.no_grad():
         images = ranks.all_reduce(ops.order_images(ops.rowmax(rows, 0, rows.shape[1])), dist.ReduceOp.MAX)
@@ -124,8 +133,8 @@ def vocab_parallel_cross_entropy(
         digits = words[: check.WORDS * len(rows)].view(len(rows), check.WORDS)
         loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1)
     if validated:
-        findings = ranks.gather(_ranks.find_wrong_row(words, status, target, ignore_index))
-        _ranks.raise_together(_ranks.rows_problem(findings), tokens)
+        findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(words, status, target, ignore_index))
+        _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(findings), tokens)
     return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
 
 
@@ -153,7 +162,7 @@ def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None
     """
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits)
-    problem = None
+    problem, common, count = None, (), 0
     try:
         rows = check.logits_rows(logits)
         target = check.target_rows(targets, logits)
@@ -163,12 +172,14 @@ def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None
             loss, maximum, _, state, _, status = ops.cross_entropy(rows, target, NONE, ignore_index)
         if validated:
             check.raise_for_status(status, target, rows.shape[1], ignore_index)
-    except (TypeError, ValueError) as error:
+        common = (("reduction", reduction), ("ignore_index", ignore_index), ("logits", f"V = {rows.shape[1]}"))
+        count = len(rows)
+    except Exception as error:  # of any kind: the others would wait
         if not validated:
             raise
-        problem = type(error)(f"rank {dist.get_rank()}: {error}")
+        problem = _ranks.told(error)
     if validated:
-        _ranks.raise_together(problem, ranks)
+        _ranks.raise_together("data_parallel_cross_entropy", problem, ranks, common=common, rows=count)
     return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
 
 
@@ -188,18 +199,30 @@ class _Reduced(torch.autograd.Function):
         return torch.where(target == ctx.ignore_index, torch.zeros_like(each), each), None, None, None, None
 
 
-def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-100):
+def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-100, validate=None):
     """The exact mean or sum, over the tokens of all ranks of a group, of losses computed elsewhere.
 
     ``loss`` float32 [...], ``targets`` int64 or int32 of the same shape, which say what is ignored. Returns a float32 scalar, the same on every rank, rounded once;
     differentiable with respect to ``loss``: its gradient, the upstream one over the count, is rounded to float32 here, which ``data_parallel_cross_entropy`` does not do.
-    Gradients of shared parameters are to be added over the group (``data_parallel_cross_entropy``). Source: docs/SPEC.md, section 8.
+    Gradients of shared parameters are to be added over the group (``data_parallel_cross_entropy``). ``validate``, the same on every rank: True raises on all of them for
+    an argument that one rank has wrong or that they do not agree on; False lets ranks with another reduction or ``ignore_index`` compute something else; None (default):
+    True on the CPU. Source: docs/SPEC.md, section 8.
     """
     ranks = Ranks("group", group)
-    check.tensor("loss", loss, (torch.float32,))
-    check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
-    mode = check.reduction(reduction, ("mean", "sum"))
-    check.integer("ignore_index", ignore_index)
+    validated = check.validates_ranks(validate, loss)
+    problem, common, count = None, (), 0
+    try:
+        check.tensor("loss", loss, (torch.float32,))
+        check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
+        mode = check.reduction(reduction, ("mean", "sum"))
+        check.integer("ignore_index", ignore_index)
+        common, count = (("reduction", reduction), ("ignore_index", ignore_index)), loss.numel()
+    except Exception as error:  # of any kind: the others would wait
+        if not validated:
+            raise
+        problem = _ranks.told(error)
+    if validated:
+        _ranks.raise_together("reduce_losses", problem, ranks, common=common, rows=count)
     flat, target = loss.reshape(-1).contiguous(), targets.reshape(-1).contiguous()
     with torch.no_grad():
         out, sums = _reduce(flat, target, mode, ranks, ignore_index)
