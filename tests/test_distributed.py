@@ -3,6 +3,7 @@
 Eight processes are started once and run all cases, in subgroups of 1, 2, 3, 4 and 8; each test looks at what they sent back.
 """
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -85,7 +86,8 @@ def run_one(dce, kind, dtype, reduction, cut, index, **kw):
     if index % 2:                                               # a slice of something wider, and int32
         leaf = torch.cat([logits[:, cut[0] : cut[1]], torch.full((N, 3), 99.0, dtype=logits.dtype)], 1).requires_grad_()
         targets = targets.int()
-    out = dce.vocab_parallel_cross_entropy(leaf[:, : cut[1] - cut[0]], targets, reduction, vocab_start=cut[0], **kw)
+    size = V if index % 3 else None
+    out = dce.vocab_parallel_cross_entropy(leaf[:, : cut[1] - cut[0]], targets, reduction, vocab_start=cut[0], vocab_size=size, **kw)
     out.backward(upstream if reduction == "none" else torch.tensor(0.7))
     return out.detach(), leaf.grad[:, : cut[1] - cut[0]]
 
@@ -157,6 +159,10 @@ def wrong_arguments(rank, case):
         targets[1] = SMALL_V
     elif case == "negative target":
         targets[1] = -5
+    elif case in ("vocab_size", "smaller vocab_size"):
+        kw["vocab_size"] = 31 if case == "vocab_size" else 29
+    elif case == "whole logits":
+        return SMALL, targets, {"vocab_size": SMALL_V}
     first = [0, 10, 23][rank] if case == "unequal" else 10 * rank
     return SMALL[:, first : first + width], targets, {"vocab_start": start, **kw}
 
@@ -169,6 +175,9 @@ WRONG = {
     "missing": (None, r"logits_shard: no rank holds columns 10 to 20, between rank 0 and rank 2"),
     "late start": (None, r"logits_shard: no rank holds columns 0 to 1, before rank 0"),
     "unequal": (None, r"logits_shard: no rank holds columns 10 to 13, between rank 0 and rank 1"),
+    "vocab_size": (None, r"vocab_size: expected 30, the columns of all ranks, got 31"),
+    "smaller vocab_size": (None, r"vocab_size: expected 30, the columns of all ranks, got 29"),
+    "whole logits": (None, r"vocab_size: expected 90, the columns of all ranks, got 30"),
     "target": ([4], r"targets: row 4: the ranks have different targets: rank 0 has 10, rank 1 has 10, rank 2 has 11"),
     "ignored on one rank": ([2], r"targets: row 2: .*different.*: rank 0 has 12, rank 1 has -100, rank 2 has 12"),
     "ignored on all but one": ([3], r"targets: row 3: .*different.*: rank 0 has 5, rank 1 has -100, rank 2 has -100"),
@@ -205,8 +214,9 @@ def error_of(call):
 def wrong_only_with_validate(dce, rank, groups):
     """What would hang, or fail in the backend, if nobody looked first."""
     alone = [dist.new_group([r]) for r in range(8)][rank]
+    outside = error_of(lambda: dce.vocab_parallel_cross_entropy(SMALL, SMALL_TARGETS, group=groups[3]))
     if rank >= 3:
-        return {}
+        return {"outside": outside}
     x, t, parallel, group = SMALL[:, 10 * rank : 10 * rank + 10], SMALL_TARGETS, dce.vocab_parallel_cross_entropy, groups[3]
     calls = {
         "rows": lambda: parallel(x[: 6 - rank], t[: 6 - rank], group=group),
@@ -216,6 +226,9 @@ def wrong_only_with_validate(dce, rank, groups):
         "shape": lambda: parallel(x, t[:5] if rank == 2 else t, group=group),
         "not a tensor": lambda: parallel(None if rank == 0 else x, t, group=group),
         "vocab_start": lambda: parallel(x, t, group=group, vocab_start=-1 if rank == 1 else 10 * rank),
+        "vocab_size": lambda: parallel(x, t, group=group, vocab_size=30 if rank else 31),
+        "no vocab_size": lambda: parallel(x, t, group=group, vocab_size=None if rank else 30),
+        "wrong vocab_size": lambda: parallel(x, t, group=group, vocab_size=0 if rank == 2 else 30),
         "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=alone),
         "no columns": lambda: parallel(x[:, :0], t, group=group),
         "group": lambda: parallel(x, t, group=3),
@@ -452,6 +465,74 @@ def dtensor_errors(dce, rank, groups):
     }
 
 
+def dtensors_that_differ(dce, rank, groups):
+    """Ranks that give the same tokens other targets, or that alone have an argument wrong; DTensors where none are taken."""
+    seen, x, t = {}, SMALL[:, :20].contiguous(), SMALL_TARGETS.clamp(max=19)
+    for name, (shape, placements) in LAYOUTS.items():
+        ranks = torch.Size(shape).numel()
+        mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape))
+        if rank >= ranks or any(p in (Shard(0), Shard(1)) for p in placements):
+            continue
+        logits = distribute_tensor(x, mesh, [Shard(1) if p == Shard(2) else p for p in placements])
+        for other in range(ranks):
+            seen[name, ranks, other, "targets"] = error_of(lambda: dce.cross_entropy(logits, t + (torch.arange(6) == 4) * (rank == other)))
+            seen[name, ranks, other, "shape"] = error_of(lambda: dce.cross_entropy(logits, t[rank == other :]))
+            seen[name, ranks, other, "ignore_index"] = error_of(lambda: dce.cross_entropy(logits, t.clamp(min=0), ignore_index=-1 - (rank == other)))
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    if rank < 2:
+        d, td = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(t, mesh, [Replicate()])
+        maximum, digits = x.amax(1), dce.denom_digits(x, x.amax(1))
+        seen["refused"] = {
+            "logits_shard": error_of(lambda: dce.vocab_parallel_cross_entropy(d, t, group=mesh)),
+            "logits": [error_of(call) for call in (
+                lambda: dce.forward(d, t),
+                lambda: dce.rowmax(d),
+                lambda: dce.denom_digits(d, maximum),
+                lambda: dce.finalize(digits, d, t, maximum),
+                lambda: dce.data_parallel_cross_entropy(d, t, group=mesh),
+            )],
+            "targets": [error_of(call) for call in (
+                lambda: dce.cross_entropy(x, td),
+                lambda: dce.forward(x, td),
+                lambda: dce.vocab_parallel_cross_entropy(d.to_local(), td, group=mesh),
+                lambda: dce.loss_digits(maximum, td),
+                lambda: dce.reduce_losses(maximum, td, group=mesh),
+            )],
+            "loss": error_of(lambda: dce.reduce_losses(d.sum(1), t, group=mesh)),
+        }
+    return seen
+
+
+def shard_orders(dce, rank, groups):
+    """Every order in which three mesh dimensions may shard the classes, or the tokens: {order: how logits and targets of it fare}. Empty where torch has one order only."""
+    from torch.distributed.tensor import _dtensor_spec as module
+
+    if not hasattr(module, "ShardOrderEntry"):
+        return {}
+    seen, mesh, x = {}, DeviceMesh("cpu", torch.arange(8).view(2, 2, 2)), torch.randn(16, 24, generator=torch.Generator().manual_seed(9))
+    t = torch.arange(16)
+
+    def place(tensor, dim, order):
+        """The parts of tensor, as DTensor cuts it by mesh dimensions in this order."""
+        index = sum(c << (2 - order.index(i)) for i, c in enumerate(mesh.get_coordinate()))
+        entry = module.ShardOrderEntry(tensor_dim=dim, mesh_dims=order)
+        meta = module.TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        spec = module.DTensorSpec(mesh, (Shard(dim),) * 3, meta, shard_order=(entry,), use_strided_shard_as_shard_order=False)
+        return DTensor(tensor.chunk(8, dim)[index].contiguous(), spec, requires_grad=False)
+
+    by_token = distribute_tensor(x, mesh, [Shard(0)] * 3)
+    for order in itertools.permutations(range(3)):
+        calls = {
+            "classes": lambda: dce.cross_entropy(place(x, 1, order), t, validate=False),
+            "tokens": lambda: dce.cross_entropy(place(x, 0, order), place(t, 0, order), validate=False),
+            "targets": lambda: dce.cross_entropy(by_token, place(t, 0, order), validate=False),
+        }
+        for name, call in calls.items():
+            error = error_of(call)
+            seen[order, name] = error or torch.equal(call().full_tensor(), dce.cross_entropy(x, t))
+    return seen
+
+
 def drop_ins(dce, rank, groups):
     seen = {}
     if rank >= 3:
@@ -503,7 +584,7 @@ def autograd(dce, rank, groups):
     }
 
 
-PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
+PARTS = [every_cut, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors, dtensor_errors, dtensors_that_differ, shard_orders, drop_ins, autograd]
 
 
 def worker(rank, world):
@@ -572,6 +653,9 @@ def test_ranks_that_do_not_agree(dce, seen, case):
     ("shape", "ValueError", r"rank 2: targets: expected shape \(6,\), got \(5,\)"),
     ("not a tensor", "TypeError", r"rank 0: logits_shard: .*NoneType"),
     ("vocab_start", "ValueError", r"rank 1: vocab_start: .*-1"),
+    ("vocab_size", "ValueError", r"vocab_size: rank 1 has 30, rank 0 has 31"),
+    ("no vocab_size", "ValueError", r"vocab_size: rank 1 has None, rank 0 has 30"),
+    ("wrong vocab_size", "ValueError", r"rank 2: vocab_size: .*got 0"),
     ("dp_group", "ValueError", r"rank 0: dp_group: .*'none'"),
     ("no columns", "ValueError", r"no rank has a column"),
     ("group", "TypeError", r"group: .*int"),
@@ -582,6 +666,11 @@ def test_errors_before_anything_is_sent(seen, case, kind, message):
     got, text = errors.pop()
     assert got == kind and re.search(message, text), text
     assert all(r["wrong_only_with_validate"]["good"] is None for r in seen[:3])
+
+
+def test_outside_of_the_group(seen):
+    for rank, r in list(enumerate(seen))[3:]:
+        assert r["wrong_only_with_validate"]["outside"] == ("ValueError", f"group: process {rank} is not in this group")
 
 
 def test_a_maximum_lost_on_its_way(seen):
@@ -716,6 +805,37 @@ def test_dtensor_errors(seen, case, kind, message):
         got, text = r["dtensor_errors"][case]
         assert got == kind and re.search(message, text), text
         assert r["dtensor_errors"]["good"] is None
+
+
+def test_dtensors_of_ranks_that_differ(seen):
+    cases = {key for r in seen for key in r["dtensors_that_differ"] if key != "refused"}
+    assert len({name for name, *_ in cases}) == 6
+    for name, ranks, other, what in cases:
+        errors = {r["dtensors_that_differ"][name, ranks, other, what] for r in seen[:ranks]}
+        assert len(errors) == 1, (name, other, errors)
+        error = errors.pop()
+        if ranks == 1 and what != "shape":
+            assert error is None
+        else:
+            said = {"targets": "hold the same tokens of logits, but different targets", "shape": f"rank {other}: targets: expected shape (6,), got (5,)", "ignore_index": "ignore_index: rank "}
+            assert error[0] == "ValueError" and said[what] in error[1], (name, other, error)
+
+
+@pytest.mark.parametrize("name", ["logits_shard", "logits", "targets", "loss"])
+def test_no_dtensor_where_a_plain_tensor_is_expected(seen, name):
+    for r in seen[:2]:
+        errors = r["dtensors_that_differ"]["refused"][name]
+        for error in errors if isinstance(errors, list) else [errors]:
+            assert error[0] == "TypeError" and f"{name}: expected a plain tensor, got a DTensor" in error[1], error
+
+
+def test_an_order_of_shards_other_than_the_default(seen):
+    for r in seen:
+        for (order, name), outcome in r["shard_orders"].items():
+            if order == (0, 1, 2):
+                assert outcome is True, (name, outcome)
+            else:
+                assert outcome[0] == "ValueError" and re.match(rf"{'targets' if name == 'targets' else 'logits'}: .*shard_order", outcome[1]), outcome
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])

@@ -19,10 +19,12 @@ def _names(dtypes):
     return " or ".join(str(d).replace("torch.", "") for d in dtypes)
 
 
-def tensor(name, value, dtypes, shape=None, device=None):
+def tensor(name, value, dtypes, shape=None, device=None, dtensor=False):
     """`value` is a tensor of one of `dtypes`, of `shape` and on `device` where given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if is_dtensor(value) and not dtensor:
+        raise TypeError(f"{name}: expected a plain tensor, got a DTensor; cross_entropy takes DTensor logits, and .to_local() is this rank's part")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected {_names(dtypes)}, got {value.dtype}")
     if shape is not None and value.shape != shape and tuple(value.shape) != tuple(shape):

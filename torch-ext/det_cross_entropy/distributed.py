@@ -67,6 +67,7 @@ def vocab_parallel_cross_entropy(
     *,
     group=None,
     vocab_start=None,
+    vocab_size=None,
     dp_group=None,
     ignore_index=-100,
     validate=None,
@@ -75,7 +76,8 @@ def vocab_parallel_cross_entropy(
 
     Every rank of the group calls it, with the same targets, and gets the same loss; backward gives each the gradient of its own columns and communicates nothing.
     Two all-reduces, of 4 bytes a token (int32 maximum) and 80 bytes a token (int64 sum): integers, so the algorithm and the order in which a backend combines them
-    do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns.
+    do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns: give
+    ``vocab_size`` to have it checked.
 
     Args:
         logits_shard: [..., V_rank], as logits of ``cross_entropy``; V_rank may be 0 and may differ from rank to rank.
@@ -83,7 +85,9 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the tokens not ignored, "sum", or "none".
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
         vocab_start: index of the first column of this rank; None: rank * V_rank, for equal shards in the order of ranks. All of any placement are allowed
-            that cover the vocabulary once.
+            that cover the vocabulary once. Which columns a tensor holds cannot be seen in it: two ranks of equal width that hold each other's give another loss, without an error.
+        vocab_size: V, if known: another total of columns gives NaN, or with ``validate`` a ValueError. Otherwise ranks that each pass the whole logits, say, get the loss of the
+            vocabulary repeated, log(ranks) too high.
         dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
             None of them may be in ``group``, but this rank itself.
@@ -112,11 +116,13 @@ def vocab_parallel_cross_entropy(
         mode = check.reduction(reduction)
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
+        if vocab_size is not None and not 1 <= check.integer("vocab_size", vocab_size) < 2**31:
+            raise ValueError(f"vocab_size: expected 1 <= vocab_size < 2**31, got {vocab_size}")
         if dp_group is not None and mode == NONE:
             raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
         common = (("reduction", reduction), ("ignore_index", ignore_index))
-        same = (*common, ("logits_shard", rows.dtype))
-        shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, rows.shape[1], same, None, dp_group is not None)
+        same = (*common, ("vocab_size", vocab_size), ("logits_shard", rows.dtype))
+        shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, rows.shape[1], same, vocab_size, dp_group is not None)
     except Exception as error:  # of any kind: the others would wait
         if not validated:
             raise
@@ -131,7 +137,7 @@ def vocab_parallel_cross_entropy(
         ranks.all_reduce(words)
         settled, target_logits = ops.settle_targets(words, target, ignore_index)
         digits = words[: check.WORDS * len(rows)].view(len(rows), check.WORDS)
-        loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1)
+        loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1 if vocab_size is None else vocab_size)
     if validated:
         findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(words, status, target, ignore_index))
         _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(findings), tokens)
