@@ -579,6 +579,11 @@ def autograd(dce, rank, groups):
     return {
         "eager": (out.detach(), first), "again": second, "compiled": (compiled.detach(), torch.autograd.grad(compiled, x)[0]),
         "second": error_of(lambda: once.sum().backward()),
+        "func.grad": error_of(lambda: torch.func.grad(loss)(x.detach())),
+        "func.grad, validated": error_of(lambda: torch.func.grad(lambda z: loss(z, True))(x.detach())),
+        "vmap": error_of(lambda: torch.vmap(loss)(x.detach().expand(2, -1, -1))),
+        "vmap of tokens": error_of(lambda: torch.vmap(lambda z: dce.data_parallel_cross_entropy(z, SMALL_TARGETS.clamp(max=9), group=groups[2]))(x.detach().expand(2, -1, -1))),
+        "vmap of losses": error_of(lambda: torch.vmap(lambda z: dce.reduce_losses(z, SMALL_TARGETS, group=groups[2], validate=False))(x.detach()[:, :2].t())),
         "forward mode": error_of(lambda: torch.func.jvp(loss, (x.detach(),), (x.detach(),))),
         "no gradient": loss(x.detach()).requires_grad,
     }
@@ -850,6 +855,17 @@ def test_drop_ins(dce, seen, layout):
         for rank, r in enumerate(seen[:3]):
             out, grad = r["drop_ins"][name, layout]
             assert torch.equal(out, expected.detach()) and torch.equal(grad, leaf.grad[..., 70 * rank : 70 * rank + 70]), name
+    for called in (
+        dce.transformer_engine.parallel_cross_entropy(x, t.reshape(-1, 1), reduce_loss=True),
+        dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, False, 0.0, return_log_sum_exp=False),
+        dce.transformer_engine.parallel_cross_entropy(_input=x, target=t.flatten(), reduce_loss=True, z_loss_weight=0),
+    ):
+        assert torch.equal(called, dce.cross_entropy(x, t))
+    for kw in ({"z_loss_weight": 1e-4}, {"return_log_sum_exp": True}):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(kw))}: .*{next(iter(kw.values()))}"):
+            dce.transformer_engine.parallel_cross_entropy(x, t, **kw)
+    with pytest.raises(TypeError, match="_input: "):
+        dce.transformer_engine.parallel_cross_entropy(x, t, _input=x)
     alone = dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, True)
     assert torch.equal(alone, dce.cross_entropy(x, t))
     for call in (dce.megatron.vocab_parallel_cross_entropy, dce.transformer_engine.parallel_cross_entropy):
@@ -862,7 +878,7 @@ def test_autograd_and_compile(seen):
         r = r["autograd"]
         out, grad = r["eager"]
         assert torch.equal(r["again"], grad) and torch.equal(r["compiled"][0], out) and torch.equal(r["compiled"][1], grad) and not r["no gradient"]
-        assert r["second"][0] == r["forward mode"][0] == "NotImplementedError"
+        assert all(r[case][0] == "NotImplementedError" for case in ("second", "forward mode", "func.grad", "func.grad, validated", "vmap", "vmap of tokens", "vmap of losses"))
 
 
 def test_the_multi_gpu_script_over_gloo(tmp_path):

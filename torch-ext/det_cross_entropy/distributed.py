@@ -114,6 +114,7 @@ def vocab_parallel_cross_entropy(
         rows = check.rank_rows(logits_shard)
         target = check.target_rows(targets, logits_shard)
         mode = check.reduction(reduction)
+        check.countable("logits_shard", len(rows), mode)
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
         if vocab_size is not None and not 1 <= check.integer("vocab_size", vocab_size) < 2**31:
@@ -170,7 +171,9 @@ def data_parallel_cross_entropy(logits, targets, reduction="mean", *, group=None
     validated = check.validates_ranks(validate, logits)
     problem, common, count = None, (), 0
     try:
+        check.no_transform("logits", logits)
         rows = check.logits_rows(logits)
+        check.countable("logits", len(rows), check.MEAN)
         target = check.target_rows(targets, logits)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)
@@ -219,6 +222,8 @@ def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-
     problem, common, count = None, (), 0
     try:
         check.tensor("loss", loss, (torch.float32,))
+        check.no_transform("loss", loss)
+        check.countable("loss", loss.numel(), check.MEAN)
         check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)
