@@ -86,7 +86,8 @@ def run_one(dce, kind, dtype, reduction, cut, index, **kw):
     if index % 2:                                               # a slice of something wider, and int32
         leaf = torch.cat([logits[:, cut[0] : cut[1]], torch.full((N, 3), 99.0, dtype=logits.dtype)], 1).requires_grad_()
         targets = targets.int()
-    out = dce.vocab_parallel_cross_entropy(leaf[:, : cut[1] - cut[0]], targets, reduction, vocab_start=cut[0], **kw)
+    size = V if index % 3 else None
+    out = dce.vocab_parallel_cross_entropy(leaf[:, : cut[1] - cut[0]], targets, reduction, vocab_start=cut[0], vocab_size=size, **kw)
     out.backward(upstream if reduction == "none" else torch.tensor(0.7))
     return out.detach(), leaf.grad[:, : cut[1] - cut[0]]
 
@@ -158,6 +159,10 @@ def wrong_arguments(rank, case):
         targets[1] = SMALL_V
     elif case == "negative target":
         targets[1] = -5
+    elif case in ("vocab_size", "smaller vocab_size"):
+        kw["vocab_size"] = 31 if case == "vocab_size" else 29
+    elif case == "whole logits":
+        return SMALL, targets, {"vocab_size": SMALL_V}
     first = [0, 10, 23][rank] if case == "unequal" else 10 * rank
     return SMALL[:, first : first + width], targets, {"vocab_start": start, **kw}
 
@@ -170,6 +175,9 @@ WRONG = {
     "missing": (None, r"logits_shard: no rank holds columns 10 to 20, between rank 0 and rank 2"),
     "late start": (None, r"logits_shard: no rank holds columns 0 to 1, before rank 0"),
     "unequal": (None, r"logits_shard: no rank holds columns 10 to 13, between rank 0 and rank 1"),
+    "vocab_size": (None, r"vocab_size: expected 30, the columns of all ranks, got 31"),
+    "smaller vocab_size": (None, r"vocab_size: expected 30, the columns of all ranks, got 29"),
+    "whole logits": (None, r"vocab_size: expected 90, the columns of all ranks, got 30"),
     "target": ([4], r"targets: row 4: the ranks have different targets: rank 0 has 10, rank 1 has 10, rank 2 has 11"),
     "ignored on one rank": ([2], r"targets: row 2: .*different.*: rank 0 has 12, rank 1 has -100, rank 2 has 12"),
     "ignored on all but one": ([3], r"targets: row 3: .*different.*: rank 0 has 5, rank 1 has -100, rank 2 has -100"),
@@ -313,8 +321,10 @@ def options_go_wrong(dce, rank, groups):
 
 def wrong_only_with_validate(dce, rank, groups):
     """What would hang, or fail in the backend, if nobody looked first."""
+    alone = [dist.new_group([r]) for r in range(8)][rank]
+    outside = error_of(lambda: dce.vocab_parallel_cross_entropy(SMALL, SMALL_TARGETS, group=groups[3]))
     if rank >= 3:
-        return {}
+        return {"outside": outside}
     x, t, parallel, group = SMALL[:, 10 * rank : 10 * rank + 10], SMALL_TARGETS, dce.vocab_parallel_cross_entropy, groups[3]
     calls = {
         "rows": lambda: parallel(x[: 6 - rank], t[: 6 - rank], group=group),
@@ -324,7 +334,10 @@ def wrong_only_with_validate(dce, rank, groups):
         "shape": lambda: parallel(x, t[:5] if rank == 2 else t, group=group),
         "not a tensor": lambda: parallel(None if rank == 0 else x, t, group=group),
         "vocab_start": lambda: parallel(x, t, group=group, vocab_start=-1 if rank == 1 else 10 * rank),
-        "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=groups[3]),
+        "vocab_size": lambda: parallel(x, t, group=group, vocab_size=30 if rank else 31),
+        "no vocab_size": lambda: parallel(x, t, group=group, vocab_size=None if rank else 30),
+        "wrong vocab_size": lambda: parallel(x, t, group=group, vocab_size=0 if rank == 2 else 30),
+        "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=alone),
         "no columns": lambda: parallel(x[:, :0], t, group=group),
         "group": lambda: parallel(x, t, group=3),
         "good": lambda: parallel(x, t, group=group),
@@ -418,6 +431,54 @@ def token_ranks_go_wrong(dce, rank, groups):
         "other returns": error_of(lambda: dce.vocab_parallel_cross_entropy(x[:2], t[:2], return_z_loss=replica == 1, **kw)),
         "other reductions": error_of(lambda: dce.data_parallel_cross_entropy(whole[:2], t[:2], ("mean", "sum")[replica], group=mesh["dp"])),
     }
+
+
+def replicas_that_differ(dce, rank, groups):
+    """Two replicas of two ranks each, whose arguments are right by themselves: {case: error}; "miswired" is of four replicas."""
+    ranks = torch.arange(8).view(4, 2)
+    wide = DeviceMesh("cpu", ranks, mesh_dim_names=("dp", "tp"))
+    left, right = ([dist.new_group(r) for r in pairs] for pairs in ([[0, 2], [4, 6]], [[1, 5], [3, 7]]))
+    x, t = SMALL[:, 15 * (rank % 2) : 15 * (rank % 2) + 15], SMALL_TARGETS.clamp(max=9)
+    parallel, tokens, losses = dce.vocab_parallel_cross_entropy, dce.data_parallel_cross_entropy, dce.reduce_losses
+    mine = next(g for g in (left if rank % 2 == 0 else right) if rank in dist.get_process_group_ranks(g))
+    seen = {"miswired": error_of(lambda: parallel(x, t, group=wide["tp"], dp_group=mine))}
+    mesh = DeviceMesh("cpu", ranks[:2], mesh_dim_names=("dp", "tp"))
+    if rank >= 4:
+        return seen
+    second, kw = rank >= 2, {"group": mesh["tp"], "dp_group": mesh["dp"]}
+    dp = mesh.get_group("dp")
+
+    def forward_mode():
+        with torch.autograd.forward_ad.dual_level():
+            parallel(torch.autograd.forward_ad.make_dual(x, x) if rank == 3 else x, t, **kw)
+
+    class Strange(torch.Tensor):
+        @property
+        def layout(self):
+            raise KeyError("layout")
+
+    narrow = x[:, : 15 - second]
+    calls = {
+        "reduction": lambda: parallel(x, t, "sum" if second else "mean", **kw),
+        "ignore_index": lambda: parallel(x, t, ignore_index=-1 if second else -100, **kw),
+        "V": lambda: parallel(narrow, t, **kw),
+        "forward mode": forward_mode,
+        "strange": lambda: parallel(x.as_subclass(Strange) if rank == 3 else x, t, **kw),
+        "tokens: reduction": lambda: tokens(x, t, "sum" if second else "mean", group=dp),
+        "tokens: ignore_index": lambda: tokens(x, t.clamp(min=0), ignore_index=-1 if second else -100, group=dp),
+        "tokens: V": lambda: tokens(narrow, t, group=dp),
+        "tokens: strange": lambda: tokens(x.as_subclass(Strange) if second else x, t, group=dp),
+        "losses: reduction": lambda: losses(x[:, 0], t, "sum" if second else "mean", group=dp),
+        "losses: ignore_index": lambda: losses(x[:, 0], t, ignore_index=-1 if second else -100, group=dp),
+        "losses: targets": lambda: losses(x[:, 0], t[second:], group=dp),
+        "another call": lambda: tokens(x, t, group=dp) if second else losses(x[:, 0], t, group=dp),
+        "good": lambda: (parallel(x, t, **kw), tokens(x, t, group=dp), losses(x[:, 0], t, group=dp)),
+    }
+    seen.update((name, error_of(call)) for name, call in calls.items())
+    for name, dp_group in {"world": groups[4], "tp": mesh.get_group("tp"), "mesh": mesh, "in the other order": None}.items():
+        by = {"group": mesh["tp"], "dp_group": dp_group} if dp_group else {"group": mesh, "dp_group": dp}
+        seen[name] = [error_of(lambda: parallel(x, t, validate=validate, **by)) for validate in (True, False)]
+    return seen
 
 
 class Scores(torch.nn.Module):
@@ -516,6 +577,74 @@ def dtensor_errors(dce, rank, groups):
     }
 
 
+def dtensors_that_differ(dce, rank, groups):
+    """Ranks that give the same tokens other targets, or that alone have an argument wrong; DTensors where none are taken."""
+    seen, x, t = {}, SMALL[:, :20].contiguous(), SMALL_TARGETS.clamp(max=19)
+    for name, (shape, placements) in LAYOUTS.items():
+        ranks = torch.Size(shape).numel()
+        mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape))
+        if rank >= ranks or any(p in (Shard(0), Shard(1)) for p in placements):
+            continue
+        logits = distribute_tensor(x, mesh, [Shard(1) if p == Shard(2) else p for p in placements])
+        for other in range(ranks):
+            seen[name, ranks, other, "targets"] = error_of(lambda: dce.cross_entropy(logits, t + (torch.arange(6) == 4) * (rank == other)))
+            seen[name, ranks, other, "shape"] = error_of(lambda: dce.cross_entropy(logits, t[rank == other :]))
+            seen[name, ranks, other, "ignore_index"] = error_of(lambda: dce.cross_entropy(logits, t.clamp(min=0), ignore_index=-1 - (rank == other)))
+    mesh = DeviceMesh("cpu", torch.arange(2))
+    if rank < 2:
+        d, td = distribute_tensor(x, mesh, [Shard(1)]), distribute_tensor(t, mesh, [Replicate()])
+        maximum, digits = x.amax(1), dce.denom_digits(x, x.amax(1))
+        seen["refused"] = {
+            "logits_shard": error_of(lambda: dce.vocab_parallel_cross_entropy(d, t, group=mesh)),
+            "logits": [error_of(call) for call in (
+                lambda: dce.forward(d, t),
+                lambda: dce.rowmax(d),
+                lambda: dce.denom_digits(d, maximum),
+                lambda: dce.finalize(digits, d, t, maximum),
+                lambda: dce.data_parallel_cross_entropy(d, t, group=mesh),
+            )],
+            "targets": [error_of(call) for call in (
+                lambda: dce.cross_entropy(x, td),
+                lambda: dce.forward(x, td),
+                lambda: dce.vocab_parallel_cross_entropy(d.to_local(), td, group=mesh),
+                lambda: dce.loss_digits(maximum, td),
+                lambda: dce.reduce_losses(maximum, td, group=mesh),
+            )],
+            "loss": error_of(lambda: dce.reduce_losses(d.sum(1), t, group=mesh)),
+        }
+    return seen
+
+
+def shard_orders(dce, rank, groups):
+    """Every order in which three mesh dimensions may shard the classes, or the tokens: {order: how logits and targets of it fare}. Empty where torch has one order only."""
+    from torch.distributed.tensor import _dtensor_spec as module
+
+    if not hasattr(module, "ShardOrderEntry"):
+        return {}
+    seen, mesh, x = {}, DeviceMesh("cpu", torch.arange(8).view(2, 2, 2)), torch.randn(16, 24, generator=torch.Generator().manual_seed(9))
+    t = torch.arange(16)
+
+    def place(tensor, dim, order):
+        """The parts of tensor, as DTensor cuts it by mesh dimensions in this order."""
+        index = sum(c << (2 - order.index(i)) for i, c in enumerate(mesh.get_coordinate()))
+        entry = module.ShardOrderEntry(tensor_dim=dim, mesh_dims=order)
+        meta = module.TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
+        spec = module.DTensorSpec(mesh, (Shard(dim),) * 3, meta, shard_order=(entry,), use_strided_shard_as_shard_order=False)
+        return DTensor(tensor.chunk(8, dim)[index].contiguous(), spec, requires_grad=False)
+
+    by_token = distribute_tensor(x, mesh, [Shard(0)] * 3)
+    for order in itertools.permutations(range(3)):
+        calls = {
+            "classes": lambda: dce.cross_entropy(place(x, 1, order), t, validate=False),
+            "tokens": lambda: dce.cross_entropy(place(x, 0, order), place(t, 0, order), validate=False),
+            "targets": lambda: dce.cross_entropy(by_token, place(t, 0, order), validate=False),
+        }
+        for name, call in calls.items():
+            error = error_of(call)
+            seen[order, name] = error or torch.equal(call().full_tensor(), dce.cross_entropy(x, t))
+    return seen
+
+
 def drop_ins(dce, rank, groups):
     seen = {}
     if rank >= 3:
@@ -562,12 +691,20 @@ def autograd(dce, rank, groups):
     return {
         "eager": (out.detach(), first), "again": second, "compiled": (compiled.detach(), torch.autograd.grad(compiled, x)[0]),
         "second": error_of(lambda: once.sum().backward()),
+        "func.grad": error_of(lambda: torch.func.grad(loss)(x.detach())),
+        "func.grad, validated": error_of(lambda: torch.func.grad(lambda z: loss(z, True))(x.detach())),
+        "vmap": error_of(lambda: torch.vmap(loss)(x.detach().expand(2, -1, -1))),
+        "vmap of tokens": error_of(lambda: torch.vmap(lambda z: dce.data_parallel_cross_entropy(z, SMALL_TARGETS.clamp(max=9), group=groups[2]))(x.detach().expand(2, -1, -1))),
+        "vmap of losses": error_of(lambda: torch.vmap(lambda z: dce.reduce_losses(z, SMALL_TARGETS, group=groups[2], validate=False))(x.detach()[:, :2].t())),
         "forward mode": error_of(lambda: torch.func.jvp(loss, (x.detach(),), (x.detach(),))),
         "no gradient": loss(x.detach()).requires_grad,
     }
 
 
-PARTS = [every_cut, with_options, options_of_tokens, options_go_wrong, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, under_ddp, dtensors, dtensor_errors, drop_ins, autograd]
+PARTS = [
+    every_cut, with_options, options_of_tokens, options_go_wrong, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors,
+    dtensor_errors, dtensors_that_differ, shard_orders, drop_ins, autograd,
+]
 
 
 def worker(rank, world):
@@ -707,6 +844,9 @@ def test_ranks_that_do_not_agree(dce, seen, case):
     ("shape", "ValueError", r"rank 2: targets: expected shape \(6,\), got \(5,\)"),
     ("not a tensor", "TypeError", r"rank 0: logits_shard: .*NoneType"),
     ("vocab_start", "ValueError", r"rank 1: vocab_start: .*-1"),
+    ("vocab_size", "ValueError", r"vocab_size: rank 1 has 30, rank 0 has 31"),
+    ("no vocab_size", "ValueError", r"vocab_size: rank 1 has None, rank 0 has 30"),
+    ("wrong vocab_size", "ValueError", r"rank 2: vocab_size: .*got 0"),
     ("dp_group", "ValueError", r"rank 0: dp_group: .*'none'"),
     ("no columns", "ValueError", r"no rank has a column"),
     ("group", "TypeError", r"group: .*int"),
@@ -717,6 +857,11 @@ def test_errors_before_anything_is_sent(seen, case, kind, message):
     got, text = errors.pop()
     assert got == kind and re.search(message, text), text
     assert all(r["wrong_only_with_validate"]["good"] is None for r in seen[:3])
+
+
+def test_outside_of_the_group(seen):
+    for rank, r in list(enumerate(seen))[3:]:
+        assert r["wrong_only_with_validate"]["outside"] == ("ValueError", f"group: process {rank} is not in this group")
 
 
 def test_a_maximum_lost_on_its_way(seen):
@@ -773,6 +918,44 @@ def test_an_error_in_one_replica_is_raised_in_all(seen):
             assert o[name][0] == "ValueError" and re.search(message, o[name][1]), (name, o[name])
 
 
+@pytest.mark.parametrize("case, kind, message", [
+    ("reduction", "ValueError", "reduction: rank {2} has sum, rank {0} has mean"),
+    ("ignore_index", "ValueError", "ignore_index: rank {2} has -1, rank {0} has -100"),
+    ("V", "ValueError", "logits_shard: rank {2} has V = 28, rank {0} has V = 30"),
+    ("forward mode", "NotImplementedError", "rank 3: logits: forward-mode"),
+    ("strange", "RuntimeError", "rank 3: KeyError: 'layout'"),
+    ("tokens: reduction", "ValueError", "reduction: rank {2} has sum, rank {0} has mean"),
+    ("tokens: ignore_index", "ValueError", "ignore_index: rank {2} has -1, rank {0} has -100"),
+    ("tokens: V", "ValueError", "logits: rank {2} has V = 14, rank {0} has V = 15"),
+    ("tokens: strange", "RuntimeError", "rank {2}: KeyError: 'layout'"),
+    ("losses: reduction", "ValueError", "reduction: rank {2} has sum, rank {0} has mean"),
+    ("losses: ignore_index", "ValueError", "ignore_index: rank {2} has -1, rank {0} has -100"),
+    ("losses: targets", "ValueError", "rank {2}: targets: expected shape (6,), got (5,)"),
+    ("another call", "RuntimeError", "reduce_losses"),
+])
+def test_replicas_that_do_not_agree(seen, case, kind, message):
+    for rank, r in enumerate(seen[:4]):
+        first, column = rank % 2, case in ("reduction", "ignore_index", "V")
+        outcome = r["replicas_that_differ"]
+        assert outcome["good"] is None
+        got, text = outcome[case]
+        # the same on all ranks that meet: a column of the grid where only replicas meet; a whole vocabulary hears of the first column's
+        wanted = message.replace("{0}", str(0 if column else first)).replace("{2}", str(2 if column else first + 2))
+        assert got == kind and wanted in text, text
+
+
+def test_a_dp_group_that_holds_the_same_tokens(seen):
+    for rank, r in enumerate(seen[:4]):
+        for case in ("world", "tp", "mesh", "in the other order"):
+            for validated, error in zip((True, False), r["replicas_that_differ"][case]):
+                speaker = rank if not validated else 0 if case == "in the other order" else rank // 2 * 2
+                shared = speaker ^ 2 if case == "in the other order" else speaker ^ 1
+                assert error[0] == "ValueError" and f"dp_group: expected ranks with other tokens than rank {speaker}, got [{shared}]" in error[1], (case, error)
+    for r in seen:
+        kind, text = r["replicas_that_differ"]["miswired"]
+        assert kind == "ValueError" and re.search(r"dp_group: rank \d has replicas at ranks \[\d, \d\], rank \d has replicas at ranks", text), text
+
+
 def test_gradients_under_ddp(seen):
     for r in seen[:2]:
         averaged, expected = r["under_ddp"]
@@ -819,6 +1002,37 @@ def test_dtensor_errors(seen, case, kind, message):
         assert r["dtensor_errors"]["good"] is None
 
 
+def test_dtensors_of_ranks_that_differ(seen):
+    cases = {key for r in seen for key in r["dtensors_that_differ"] if key != "refused"}
+    assert len({name for name, *_ in cases}) == 6
+    for name, ranks, other, what in cases:
+        errors = {r["dtensors_that_differ"][name, ranks, other, what] for r in seen[:ranks]}
+        assert len(errors) == 1, (name, other, errors)
+        error = errors.pop()
+        if ranks == 1 and what != "shape":
+            assert error is None
+        else:
+            said = {"targets": "hold the same tokens of logits, but different targets", "shape": f"rank {other}: targets: expected shape (6,), got (5,)", "ignore_index": "ignore_index: rank "}
+            assert error[0] == "ValueError" and said[what] in error[1], (name, other, error)
+
+
+@pytest.mark.parametrize("name", ["logits_shard", "logits", "targets", "loss"])
+def test_no_dtensor_where_a_plain_tensor_is_expected(seen, name):
+    for r in seen[:2]:
+        errors = r["dtensors_that_differ"]["refused"][name]
+        for error in errors if isinstance(errors, list) else [errors]:
+            assert error[0] == "TypeError" and f"{name}: expected a plain tensor, got a DTensor" in error[1], error
+
+
+def test_an_order_of_shards_other_than_the_default(seen):
+    for r in seen:
+        for (order, name), outcome in r["shard_orders"].items():
+            if order == (0, 1, 2):
+                assert outcome is True, (name, outcome)
+            else:
+                assert outcome[0] == "ValueError" and re.match(rf"{'targets' if name == 'targets' else 'logits'}: .*shard_order", outcome[1]), outcome
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "strided"])
 def test_drop_ins(dce, seen, layout):
     logits, targets, upstream = batch("plain", "bf16")
@@ -831,6 +1045,17 @@ def test_drop_ins(dce, seen, layout):
         for rank, r in enumerate(seen[:3]):
             out, grad = r["drop_ins"][name, layout]
             assert torch.equal(out, expected.detach()) and torch.equal(grad, leaf.grad[..., 70 * rank : 70 * rank + 70]), name
+    for called in (
+        dce.transformer_engine.parallel_cross_entropy(x, t.reshape(-1, 1), reduce_loss=True),
+        dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, False, 0.0, return_log_sum_exp=False),
+        dce.transformer_engine.parallel_cross_entropy(_input=x, target=t.flatten(), reduce_loss=True, z_loss_weight=0),
+    ):
+        assert torch.equal(called, dce.cross_entropy(x, t))
+    for kw in ({"z_loss_weight": 1e-4}, {"return_log_sum_exp": True}):
+        with pytest.raises(NotImplementedError, match=f"{next(iter(kw))}: .*{next(iter(kw.values()))}"):
+            dce.transformer_engine.parallel_cross_entropy(x, t, **kw)
+    with pytest.raises(TypeError, match="_input: "):
+        dce.transformer_engine.parallel_cross_entropy(x, t, _input=x)
     alone = dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, True)
     assert torch.equal(alone, dce.cross_entropy(x, t))
     for call in (dce.megatron.vocab_parallel_cross_entropy, dce.transformer_engine.parallel_cross_entropy):
@@ -843,7 +1068,7 @@ def test_autograd_and_compile(seen):
         r = r["autograd"]
         out, grad = r["eager"]
         assert torch.equal(r["again"], grad) and torch.equal(r["compiled"][0], out) and torch.equal(r["compiled"][1], grad) and not r["no gradient"]
-        assert r["second"][0] == r["forward mode"][0] == "NotImplementedError"
+        assert all(r[case][0] == "NotImplementedError" for case in ("second", "forward mode", "func.grad", "func.grad, validated", "vmap", "vmap of tokens", "vmap of losses"))
 
 
 def test_the_multi_gpu_script_over_gloo(tmp_path):
@@ -871,6 +1096,35 @@ def dies(rank, world, when):
             os._exit(9)
         out = dce.vocab_parallel_cross_entropy(x, SMALL_TARGETS, validate=False)
     return out.item()
+
+
+def one_rank_is_wrong(rank, world):
+    """Errors that the others cannot be told of by a group that all agree on. The last of them leaves rank 2 waiting for rank 0, which goes away."""
+    dce = load_kernel()
+    tp, dp = ([dist.new_group(pair) for pair in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]))
+    tp, dp, parallel, other = tp[rank // 2], dp[rank % 2], dce.vocab_parallel_cross_entropy, [None] * world
+    x, t = SMALL[:, 15 * (rank % 2) : 15 * (rank % 2) + 15], SMALL_TARGETS
+    seen = {"dp_group on one": [error_of(lambda: parallel(x, t, group=tp, dp_group=dp if rank == r else None)) for r in range(world)]}
+    seen["group"] = error_of(lambda: dce.data_parallel_cross_entropy(x, t, group="x" if rank == 0 else None))
+    if rank == 0:
+        dist.all_gather_object(other, "something else")
+    seen["dp_group"] = error_of(lambda: parallel(x, t, group=tp, dp_group="x" if rank == 0 else dp))
+    if rank % 2:
+        error_of(lambda: dist.barrier(group=dp))                # neither goes before the other has read what it was told
+    return seen
+
+
+def test_one_rank_is_wrong():
+    for rank, outcome in enumerate(processes.run(one_rank_is_wrong, 4)):
+        for alone, error in enumerate(outcome["dp_group on one"]):
+            expected = ("ValueError", f"dp_group: rank {alone ^ 1} has None, rank {alone} has one") if rank // 2 == alone // 2 else None
+            assert error == expected, (rank, alone)
+        group, dp_group = ("TypeError", "expected a ProcessGroup"), ("TypeError", "rank 0: dp_group: expected a ProcessGroup")
+        for case, (kind, message) in {
+            "group": group if rank == 0 else ("RuntimeError", "sends a str"),
+            "dp_group": dp_group if rank != 2 else ("RuntimeError", ""),
+        }.items():
+            assert outcome[case][0] == kind and message in outcome[case][1], (rank, outcome[case])
 
 
 def test_a_killed_rank_is_an_error_within_the_timeout():

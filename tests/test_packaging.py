@@ -126,3 +126,26 @@ def test_get_kernel_refuses_without_trust(tmp_path):
     assert result.returncode != 0
     assert f"Kernel repository '{REPO_ID}' is not from a trusted publisher" in result.stderr
     assert not any("/resolve/" in line for line in hub.requests)  # nothing was downloaded
+
+
+WITHOUT_DISTRIBUTED = """
+import sys, types, torch
+bare = types.ModuleType("torch.distributed")
+bare.is_available = lambda: False
+sys.modules["torch.distributed"] = torch.distributed = bare
+"""
+
+
+def test_a_torch_without_distributed(tmp_path):
+    """It can do all but talk to other processes, and says so."""
+    result = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED + USE.format(arguments="version=1, trust_remote_code=True") + """
+x, t = torch.zeros(3, 2), torch.tensor([0, 1, 0])
+for call in (kernel.vocab_parallel_cross_entropy, kernel.data_parallel_cross_entropy, kernel.megatron.vocab_parallel_cross_entropy):
+    try:
+        call(x, t)
+    except RuntimeError as error:
+        assert "group: this torch has no torch.distributed" in str(error), error
+    else:
+        raise SystemExit(f"{call} works")
+"""], env={**os.environ, "LOCAL_KERNELS": f"{REPO_ID}={ROOT}"}, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

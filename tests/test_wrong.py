@@ -549,6 +549,52 @@ def test_forward_mode_is_refused(dce):
             derivative()
 
 
+@pytest.mark.parametrize("validate", [None, False])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_transforms_of_torch_func_are_refused_by_name(dce, reduction, validate):
+    F, x, t = torch.func, torch.randn(3, 7), torch.tensor([0, 1, 2])
+    for entry in (lambda z: dce.cross_entropy(z, t, reduction, validate=validate), lambda z: dce.forward(z, t, validate=validate)[0]):
+        scalar = lambda z: entry(z).sum()
+        for transform in (F.grad(scalar), F.jacrev(entry), F.hessian(scalar), F.vjp):
+            with pytest.raises(NotImplementedError, match="logits: torch.func.grad"):
+                transform(x) if transform is not F.vjp else F.vjp(entry, x)
+        for transform in (F.vmap(F.grad(scalar)), F.grad(lambda z: F.vmap(scalar)(z).sum())):
+            with pytest.raises(NotImplementedError, match="logits: torch.func.grad"):
+                transform(x.expand(2, 3, 7))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_vmap_is_a_loop(dce, reduction):
+    x, t = torch.randn(4, 3, 7).requires_grad_(), torch.randint(7, (4, 3))
+    t[1, 2] = 9                                                 # NaN, for the data of a batch cannot be looked at
+    loss = torch.vmap(lambda z, u: dce.cross_entropy(z, u, reduction))(x, t)
+    loop = torch.stack([dce.cross_entropy(z, u, reduction, validate=False) for z, u in zip(x, t)])
+    assert torch.equal(loss.isnan(), loop.isnan()) and torch.equal(loss.nan_to_num(), loop.nan_to_num()) and loss[1].isnan().any()
+    got, expected = (torch.autograd.grad(l.sum(), x)[0] for l in (loss, loop))
+    assert torch.equal(got.nan_to_num(), expected.nan_to_num()) and torch.equal(got.isnan(), expected.isnan())
+    with pytest.raises(NotImplementedError, match="validate: .*vmap"):
+        torch.vmap(lambda z, u: dce.cross_entropy(z, u, validate=True))(x, t)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_too_many_rows_for_a_mean_or_sum(dce, reduction):
+    x, t = torch.empty(2**30, 1, device="meta"), torch.empty(2**30, dtype=torch.int32, device="meta")
+    with pytest.raises(ValueError, match=r"logits: expected fewer than 2\*\*30 rows for a mean or sum, got 1073741824"):
+        dce.cross_entropy(x, t, reduction)
+    with pytest.raises(ValueError, match=r"loss: expected fewer than 2\*\*30"):
+        dce.loss_digits(x[:, 0], t)
+    replicas = [dce._ranks.Replica(rank, None, (), rows) for rank, rows in enumerate((2**29, 2**29 - 1, 1))]
+    assert dce._ranks.replicas_problem(replicas[:2]) is None
+    assert "over all ranks" in str(dce._ranks.replicas_problem(replicas))
+    assert dce.cross_entropy(x, t, "none").shape == t.shape and dce.cross_entropy(x[1:], t[1:], reduction).shape == ()
+
+
+@pytest.mark.parametrize("device", ["xpu", "mps", "meta"])
+def test_self_test_of_a_device_without_kernels(dce, device):
+    with pytest.raises(ValueError, match=f"device: expected cpu or cuda, got '{device}'"):
+        dce.self_test(device)
+
+
 @pytest.mark.parametrize("count", [0, -5])
 def test_a_count_below_one_is_no_mean(dce, count):
     x, t = torch.randn(3, 7), torch.tensor([0, 1, 2])

@@ -11,6 +11,7 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 # Bits of the status that the ops report for each row (csrc/row.h, RowStatus).
 IGNORED, BAD_TARGET, DEGENERATE, BAD_COLUMNS, BAD_COVER, ABOVE_MAXIMUM, BAD_DIGITS = (1 << i for i in range(7))
+MAX_ROWS = 2**30  # of a mean or sum, exclusive: more could carry out of a word (SPEC 8)
 WRONG = BAD_TARGET | BAD_COLUMNS | BAD_COVER | ABOVE_MAXIMUM | BAD_DIGITS
 
 
@@ -18,10 +19,12 @@ def _names(dtypes):
     return " or ".join(str(d).replace("torch.", "") for d in dtypes)
 
 
-def tensor(name, value, dtypes, shape=None, device=None):
+def tensor(name, value, dtypes, shape=None, device=None, dtensor=False):
     """`value` is a tensor of one of `dtypes`, of `shape` and on `device` where given."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+    if is_dtensor(value) and not dtensor:
+        raise TypeError(f"{name}: expected a plain tensor, got a DTensor; cross_entropy takes DTensor logits, and .to_local() is this rank's part")
     if value.dtype not in dtypes:
         raise TypeError(f"{name}: expected {_names(dtypes)}, got {value.dtype}")
     if shape is not None and value.shape != shape and tuple(value.shape) != tuple(shape):
@@ -61,11 +64,22 @@ def is_dtensor(logits):
 
 
 def no_tangent(logits):
-    """Forward-mode derivatives are not implemented, and must not come out as 0."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+    """Forward-mode derivatives are not implemented, and must not come out as 0; nor are those of torch.func, which torch refuses without our name."""
+    if torch.compiler.is_compiling():
         return
-    if forward_ad.unpack_dual(logits).tangent is not None:
+    if forward_ad._current_level >= 0 and forward_ad.unpack_dual(logits).tangent is not None:
         raise NotImplementedError("logits: forward-mode differentiation (jvp, jacfwd) is not implemented; use reverse mode")
+    wrapped = logits
+    while torch._C._functorch.is_functorch_wrapped_tensor(wrapped):
+        if torch._C._functorch.is_gradtrackingtensor(wrapped):
+            raise NotImplementedError("logits: torch.func.grad, vjp and jacrev are not implemented; use backward or torch.autograd.grad")
+        wrapped = torch._C._functorch.get_unwrapped(wrapped)
+
+
+def no_transform(name, tensor):
+    """What runs over ranks is not for torch.func: a batch of losses would be a batch of messages."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(f"{name}: torch.vmap and other transforms of torch.func are not implemented over ranks")
 
 
 def shard_rows(logits):
@@ -86,6 +100,7 @@ def rank_rows(logits_shard):
     """Rows of one rank's columns, inside autograd. V may be 0."""
     rows = _rows(logits_shard, "logits_shard")
     no_tangent(logits_shard)
+    no_transform("logits_shard", logits_shard)
     return rows
 
 
@@ -139,6 +154,12 @@ def reduction(name, allowed=("mean", "sum", "none")):
     return REDUCTIONS[name]
 
 
+def countable(name, rows, mode):
+    """Fewer rows than a mean or sum has room for; the total over ranks is for _ranks."""
+    if mode != NONE and rows >= MAX_ROWS:
+        raise ValueError(f"{name}: expected fewer than 2**30 rows for a mean or sum, got {rows}")
+
+
 def may_overwrite(inplace_backward, logits, rows):
     """Whether backward is to write over the logits, which it then safely can. rows: of the logits, for the kernels."""
     if not isinstance(inplace_backward, bool):
@@ -160,16 +181,19 @@ def no_smoothing(label_smoothing):
 
 
 def wants_validation(validate, logits):
-    """None: where looking costs no synchronisation, that is on the CPU and not while torch.compile traces."""
+    """None: where looking costs no synchronisation, that is on the CPU and not while torch.compile traces or torch.vmap batches."""
+    batched = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
     if validate is None:
-        return logits.device.type == "cpu" and not torch.compiler.is_compiling()
+        return logits.device.type == "cpu" and not torch.compiler.is_compiling() and not batched
     if not isinstance(validate, bool):
         raise TypeError(f"validate: expected True, False or None, got {validate!r}")
+    if validate and batched:
+        raise NotImplementedError("validate: True is not implemented under torch.vmap and other transforms of torch.func, which hide the data")
     return validate
 
 
 def validates_ranks(validate, logits_shard):
-    """As wants_validation, of a value that may still be wrong itself."""
+    """As wants_validation, of a value that may still be wrong itself. Under a transform of torch.func no message can be sent, so False."""
     if validate is None and not isinstance(logits_shard, torch.Tensor):
         return True
     return wants_validation(validate, logits_shard)

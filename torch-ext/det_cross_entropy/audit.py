@@ -45,7 +45,10 @@ def self_test(device: Optional[str] = None) -> SelfTest:
     """Recomputes the golden cases on `device` (default: the current GPU if there is one, else the CPU) and compares digests."""
     if device is None:
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    kind = torch.device(device).type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected cpu or cuda, got {device!r}")
+    if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device: expected one that this torch can use, got {device!r}")
     seen = case_digests(device)
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else str(device)

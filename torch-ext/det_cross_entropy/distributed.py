@@ -96,12 +96,15 @@ def _finish_with_options(rows, loss, lse, z_loss, target, maximum, state, mode, 
     return asked.results(out, z_loss, lse.reshape(shape))
 
 
-def _token_ranks(dp_group, mode):
+def _token_ranks(dp_group, ranks):
+    """The ranks of dp_group, which must hold other tokens than those of `ranks`: else each token would count once for every rank that shares its vocabulary."""
     if dp_group is None:
         return None
-    if mode == NONE:
-        raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
-    return Ranks("dp_group", dp_group)
+    tokens = Ranks("dp_group", dp_group)
+    shared = (tokens.processes() & ranks.processes()) - {dist.get_rank()}
+    if shared:
+        raise ValueError(f"dp_group: expected ranks with other tokens than rank {dist.get_rank()}, got {sorted(shared)}, who share its vocabulary (group)")
+    return tokens
 
 
 def _everywhere(reduction, ignore_index, asked):
@@ -123,6 +126,7 @@ def vocab_parallel_cross_entropy(
     *,
     group=None,
     vocab_start=None,
+    vocab_size=None,
     dp_group=None,
     ignore_index=-100,
     z_loss=0.0,
@@ -137,7 +141,8 @@ def vocab_parallel_cross_entropy(
 
     Every rank of the group calls it, with the same targets, and gets the same loss; backward gives each the gradient of its own columns and communicates nothing.
     Two all-reduces, of 4 bytes a token (int32 maximum) and 80 bytes a token (int64 sum): integers, so the algorithm and the order in which a backend combines them
-    do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns.
+    do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns: give
+    ``vocab_size`` to have it checked.
 
     Args:
         logits_shard: [..., V_rank], as logits of ``cross_entropy``; V_rank may be 0 and may differ from rank to rank.
@@ -145,14 +150,18 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the tokens not ignored, "sum", or "none".
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
         vocab_start: index of the first column of this rank; None: rank * V_rank, for equal shards in the order of ranks. All of any placement are allowed
-            that cover the vocabulary once.
+            that cover the vocabulary once. Which columns a tensor holds cannot be seen in it: two ranks of equal width that hold each other's give another loss, without an error.
+        vocab_size: V, if known: another total of columns gives NaN, or with ``validate`` a ValueError. Otherwise ranks that each pass the whole logits, say, get the loss of the
+            vocabulary repeated, log(ranks) too high.
         dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
+            None of them may be in ``group``, but this rank itself.
         ignore_index: as in ``cross_entropy``.
         z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``, the same on every rank. ``weight`` is that of the whole vocabulary, and
             ``valid_vocab`` counts its columns: a shard may lie beyond. They cost no message of their own, but 96 bytes over dp_group for weights and as many for return_z_loss.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
-            both groups alike, at the cost of a few messages and a wait for the device. False: they give NaN, in loss and gradient; but different numbers of tokens are an
+            both groups alike, at the cost of a few messages and a wait for the device. Where a rank's ``group`` or ``dp_group`` itself is wrong, those who wait for it there get the
+            backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens are an
             error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
 
     Returns:
@@ -163,28 +172,35 @@ def vocab_parallel_cross_entropy(
 
     Source: docs/SPEC.md, sections 4, 6 to 8, 11 and 12.
     """
+    call = "vocab_parallel_cross_entropy"
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits_shard)
+    tokens = None
     try:
+        tokens = _token_ranks(dp_group, ranks)  # first, so that they hear of whatever else is wrong
         rows = check.rank_rows(logits_shard)
         target = check.target_rows(targets, logits_shard)
         mode = check.reduction(reduction)
+        check.countable("logits_shard", len(rows), mode)
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
-        tokens = _token_ranks(dp_group, mode)
         asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse)
         own, classes = rows if asked is None else asked.valid(rows, start), None if weight is None else len(weight)
+        if vocab_size is not None and not 1 <= check.integer("vocab_size", vocab_size) < 2**31:
+            raise ValueError(f"vocab_size: expected 1 <= vocab_size < 2**31, got {vocab_size}")
+        if dp_group is not None and mode == NONE:
+            raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
         if validated:
-            everywhere = _everywhere(reduction, ignore_index, asked)
+            common = _everywhere(reduction, ignore_index, asked)
+            same = (*common, ("vocab_size", vocab_size), ("logits_shard", rows.dtype))
             stop = start + rows.shape[1] if rows.shape[1] else 0
-            shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, own.shape[1], (*everywhere, ("logits_shard", rows.dtype)), stop, valid_vocab, classes)
-    except (TypeError, ValueError) as error:
+            shard = _ranks.Shard(dist.get_rank(), None, len(rows), start, own.shape[1], same, stop, valid_vocab, classes, vocab_size, dp_group is not None)
+    except Exception as error:  # of any kind: the others would wait
         if not validated:
             raise
-        tokens, everywhere = None if dp_group is None else Ranks("dp_group", dp_group), ()
-        shard = _ranks.Shard(dist.get_rank(), error)
+        common, shard = (), _ranks.Shard(dist.get_rank(), _ranks.told(error), spread=dp_group is not None)
     if validated:
-        _ranks.raise_together(_ranks.shards_problem(ranks.gather(shard)), tokens, everywhere)
+        _ranks.agree_on_shards(call, ranks, tokens, shard, common)
 
     with torch.no_grad():
         images = ranks.all_reduce(ops.order_images(ops.rowmax(own, 0, own.shape[1])), dist.ReduceOp.MAX)
@@ -194,15 +210,16 @@ def vocab_parallel_cross_entropy(
         ranks.all_reduce(words)
         settled, target_logits = ops.settle_targets(words, target, ignore_index)
         digits = words[: check.WORDS * len(rows)].view(len(rows), check.WORDS)
+        columns = -1 if vocab_size is None else vocab_size
         if asked is None:
-            loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, -1)
+            loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, columns)
         else:
             loss, _, state, status, lse, z = ops.finalize_with_options(
-                digits, target_logits, settled, maximum, ignore_index, asked.valid_vocab or -1, asked.z_loss, asked.weight
+                digits, target_logits, settled, maximum, ignore_index, asked.valid_vocab or columns, asked.z_loss, asked.weight
             )
     if validated:
-        findings = ranks.gather(_ranks.find_wrong_row(words, status, target, ignore_index))
-        _ranks.raise_together(_ranks.rows_problem(findings), tokens)
+        findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(words, status, target, ignore_index))
+        _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(findings), tokens)
     if asked is not None:
         return _finish_with_options(rows, loss, lse, z, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape, asked)
     return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
@@ -248,9 +265,11 @@ def data_parallel_cross_entropy(
     """
     ranks = Ranks("group", group)
     validated = check.validates_ranks(validate, logits)
-    problem, everywhere = None, ()
+    problem, common, count = None, (), 0
     try:
+        check.no_transform("logits", logits)
         rows = check.logits_rows(logits)
+        check.countable("logits", len(rows), check.MEAN)
         target = check.target_rows(targets, logits)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)
@@ -263,14 +282,15 @@ def data_parallel_cross_entropy(
                     rows, target, NONE, ignore_index, asked.z_loss, asked.weight, None, asked.valid_vocab
                 )
         if validated:
-            everywhere = _everywhere(reduction, ignore_index, asked)
             check.raise_for_status(status, target, asked and asked.valid_vocab or rows.shape[1], ignore_index)
-    except (TypeError, ValueError) as error:
+            common = (*_everywhere(reduction, ignore_index, asked), ("logits", f"V = {rows.shape[1]}"))
+        count = len(rows)
+    except Exception as error:  # of any kind: the others would wait
         if not validated:
             raise
-        problem = type(error)(f"rank {dist.get_rank()}: {error}")
+        problem = _ranks.told(error)
     if validated:
-        _ranks.raise_together(problem, ranks, everywhere)
+        _ranks.raise_together("data_parallel_cross_entropy", problem, ranks, common=common, rows=count)
     if asked is not None:
         return _finish_with_options(rows, loss, lse, z, target, maximum, state, mode, ranks, ignore_index, 0, targets.shape, asked)
     return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
@@ -292,18 +312,32 @@ class _Reduced(torch.autograd.Function):
         return torch.where(target == ctx.ignore_index, torch.zeros_like(each), each), None, None, None, None
 
 
-def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-100):
+def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-100, validate=None):
     """The exact mean or sum, over the tokens of all ranks of a group, of losses computed elsewhere.
 
     ``loss`` float32 [...], ``targets`` int64 or int32 of the same shape, which say what is ignored. Returns a float32 scalar, the same on every rank, rounded once;
     differentiable with respect to ``loss``: its gradient, the upstream one over the count, is rounded to float32 here, which ``data_parallel_cross_entropy`` does not do.
-    Gradients of shared parameters are to be added over the group (``data_parallel_cross_entropy``). Source: docs/SPEC.md, section 8.
+    Gradients of shared parameters are to be added over the group (``data_parallel_cross_entropy``). ``validate``, the same on every rank: True raises on all of them for
+    an argument that one rank has wrong or that they do not agree on; False lets ranks with another reduction or ``ignore_index`` compute something else; None (default):
+    True on the CPU. Source: docs/SPEC.md, section 8.
     """
     ranks = Ranks("group", group)
-    check.tensor("loss", loss, (torch.float32,))
-    check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
-    mode = check.reduction(reduction, ("mean", "sum"))
-    check.integer("ignore_index", ignore_index)
+    validated = check.validates_ranks(validate, loss)
+    problem, common, count = None, (), 0
+    try:
+        check.tensor("loss", loss, (torch.float32,))
+        check.no_transform("loss", loss)
+        check.countable("loss", loss.numel(), check.MEAN)
+        check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
+        mode = check.reduction(reduction, ("mean", "sum"))
+        check.integer("ignore_index", ignore_index)
+        common, count = (("reduction", reduction), ("ignore_index", ignore_index)), loss.numel()
+    except Exception as error:  # of any kind: the others would wait
+        if not validated:
+            raise
+        problem = _ranks.told(error)
+    if validated:
+        _ranks.raise_together("reduce_losses", problem, ranks, common=common, rows=count)
     flat, target = loss.reshape(-1).contiguous(), targets.reshape(-1).contiguous()
     with torch.no_grad():
         out, sums = _reduce(flat, target, mode, ranks, ignore_index)

@@ -1,11 +1,13 @@
 """The loss of DTensors: logits sharded over the vocabulary, over tokens, or both, as torch.distributed.tensor.parallel.loss_parallel takes them."""
 
+import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 
 from . import _checks as check
-from . import functional
+from . import _ranks, functional
+from .audit import digest
 from .distributed import data_parallel_cross_entropy, vocab_parallel_cross_entropy
 
 
@@ -18,6 +20,61 @@ def _span(size, mesh, placements, dim):
             first = min(first + width * mesh.get_local_rank(i), last)
             last = min(first + width, last)
     return first, last
+
+
+def _check_order(name, tensor):
+    """Two mesh dimensions that shard one dimension of a tensor do so in their order; torch 2.13 also knows others, with the same placements."""
+    order = getattr(tensor._spec, "shard_order", None) or ()
+    if any(list(entry.mesh_dims) != sorted(entry.mesh_dims) for entry in order):
+        raise ValueError(f"{name}: expected mesh dimensions that shard in their order, got shard_order {order}")
+
+
+class _Plan:
+    """What the placements of logits and targets mean, on this rank."""
+
+    def __init__(self, logits, targets, reduction, ignore_index, class_dim):
+        check.reduction(reduction)
+        check.integer("ignore_index", ignore_index)
+        mesh, placements = logits.device_mesh, tuple(logits.placements)
+        if not -logits.dim() <= class_dim < logits.dim():
+            raise ValueError(f"class_dim: expected a dimension of logits {tuple(logits.shape)}, got {class_dim}")
+        classes = class_dim % logits.dim()
+        if not all(type(p) in (Shard, Replicate) for p in placements):
+            raise ValueError(f"logits: expected Shard and Replicate, got placements {placements}")
+        _check_order("logits", logits)
+        self.by_class = [i for i, p in enumerate(placements) if p == Shard(classes)]
+        self.by_token = [i for i, p in enumerate(placements) if type(p) is Shard and i not in self.by_class]
+        self.placements = tuple(Shard(p.dim - (p.dim > classes)) if i in self.by_token else Replicate() for i, p in enumerate(placements))
+
+        self.shape, self.classes = logits.shape[:classes] + logits.shape[classes + 1 :], logits.shape[classes]
+        check.tensor("targets", targets, check.TARGET_DTYPES, self.shape, dtensor=True)
+        if isinstance(targets, DTensor):
+            got = tuple(targets.placements)
+            if targets.device_mesh != mesh or got != self.placements or not all(type(p) in (Shard, Replicate) for p in got):
+                raise ValueError(f"targets: expected placements {self.placements} on the mesh of logits, got {got}")
+            _check_order("targets", targets)
+            targets = targets.to_local()
+        elif self.by_token:
+            raise ValueError(f"targets: expected a DTensor with placements {self.placements}, as logits is sharded over tokens, got a plain tensor")
+        self.targets = targets
+
+        self.logits = logits.to_local(grad_placements=placements).movedim(classes, -1)
+        self.first, last = _span(self.classes, mesh, placements, classes)
+        if self.logits.shape[-1] != last - self.first:
+            raise ValueError(
+                f"logits: expected columns {self.first} to {last} of {self.classes} on this rank, as DTensor shards them, got {self.logits.shape[-1]}"
+            )
+
+
+def _problem(said):
+    """Why the ranks of a mesh cannot go on: an exception, or None. said: (Replica, coordinates of its tokens, digest of its targets) of each."""
+    problem = _ranks.replicas_problem([replica for replica, _, _ in said])
+    first = {}
+    for replica, tokens, held in said:
+        process, expected = first.setdefault(tokens, (replica.process, held))
+        if problem is None and held != expected:
+            return ValueError(f"targets: rank {process} and rank {replica.process} hold the same tokens of logits, but different targets")
+    return problem
 
 
 def cross_entropy(
@@ -38,9 +95,11 @@ def cross_entropy(
     """``cross_entropy`` of a DTensor, without a redistribution: the same bytes for every mesh and placement.
 
     Args:
-        logits: DTensor [..., V]; each mesh dimension shards a dimension of it (``Shard``) or replicates it. Shards may be uneven, as DTensor's are. ``Partial`` is refused.
+        logits: DTensor [..., V]; each mesh dimension shards a dimension of it (``Shard``) or replicates it. Shards may be uneven, as DTensor's are. ``Partial`` is refused,
+            and so are two mesh dimensions that shard one dimension in another order than their own (``shard_order``).
         targets: int64 or int32 indices with the shape of logits without the classes: a DTensor placed as logits is on the token dimensions and replicated where logits
-            is sharded over classes; or, if that is replicated throughout, a plain tensor that is the same on every rank.
+            is sharded over classes; or, if that is replicated throughout, a plain tensor that is the same on every rank. Where ranks hold the same tokens, ``validate`` compares
+            their targets; without it, other targets are seen (as NaN) only between ranks that share the vocabulary.
         reduction: as in ``cross_entropy``. Mean and sum are exact over all tokens of the mesh.
         class_dim: the dimension of the vocabulary; ``torch.nn.functional.cross_entropy`` has it at 1.
         z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``; weight is a plain tensor or a replicated DTensor.
@@ -56,51 +115,47 @@ def cross_entropy(
     """
     if not isinstance(logits, DTensor):
         raise TypeError(f"logits: expected a DTensor, got {type(logits).__name__}")
-    mesh, placements = logits.device_mesh, tuple(logits.placements)
+    mesh = logits.device_mesh
     if mesh.get_coordinate() is None:
         raise ValueError("logits: this process is not in its device mesh")
-    if not -logits.dim() <= class_dim < logits.dim():
-        raise ValueError(f"class_dim: expected a dimension of logits {tuple(logits.shape)}, got {class_dim}")
-    classes = class_dim % logits.dim()
-    if not all(type(p) in (Shard, Replicate) for p in placements):
-        raise ValueError(f"logits: expected Shard and Replicate, got placements {placements}")
-    by_class = [i for i, p in enumerate(placements) if p == Shard(classes)]
-    by_token = [i for i, p in enumerate(placements) if type(p) is Shard and i not in by_class]
-    expected = tuple(Shard(p.dim - (p.dim > classes)) if i in by_token else Replicate() for i, p in enumerate(placements))
+    validated = check.validates_ranks(validate, logits)
+    plan = problem = None
+    try:
+        plan = _Plan(logits, targets, reduction, ignore_index, class_dim)
+    except Exception as error:  # of any kind: the others would wait
+        if not validated:
+            raise
+        problem = _ranks.told(error)
+    if validated:
+        common = (("reduction", reduction), ("ignore_index", ignore_index), ("class_dim", class_dim), ("logits", f"shape {tuple(logits.shape)}")) if plan else ()
+        replica = _ranks.Replica(torch.distributed.get_rank(), problem, common)
+        tokens = tuple(mesh.get_local_rank(i) for i in plan.by_token) if plan else ()
+        ranks = _ranks.Ranks("logits", mesh)
+        said = ranks.gather("dtensor.cross_entropy", (replica, tokens, digest(plan.targets.long()) if plan else ""))
+        _ranks.raise_together("dtensor.cross_entropy", _problem(said), None)
 
-    shape = logits.shape[:classes] + logits.shape[classes + 1 :]
-    check.tensor("targets", targets, check.TARGET_DTYPES, shape)
-    if isinstance(targets, DTensor):
-        if targets.device_mesh != mesh or tuple(targets.placements) != expected:
-            raise ValueError(f"targets: expected placements {expected} on the mesh of logits, got {tuple(targets.placements)}")
-        targets = targets.to_local()
-    elif by_token:
-        raise ValueError(f"targets: expected a DTensor with placements {expected}, as logits is sharded over tokens, got a plain tensor")
-
-    local = logits.to_local(grad_placements=placements).movedim(classes, -1)
-    first, last = _span(logits.shape[classes], mesh, placements, classes)
-    if local.shape[-1] != last - first:
-        raise ValueError(f"logits: expected columns {first} to {last} of {logits.shape[classes]} on this rank, as DTensor shards them, got {local.shape[-1]}")
     if isinstance(weight, DTensor):
         if not all(p == Replicate() for p in weight.placements):
             raise ValueError(f"weight: expected a plain tensor or a replicated DTensor, got placements {tuple(weight.placements)}")
         weight = weight.to_local()
     options = {"ignore_index": ignore_index, "validate": validate, "z_loss": z_loss, "weight": weight, "num_items": num_items, "valid_vocab": valid_vocab}
     options.update(return_z_loss=return_z_loss, return_lse=return_lse)
-    tokens = [mesh.get_group(i) for i in by_token] if reduction != "none" else []
-    if by_class:
-        groups = [mesh.get_group(i) for i in by_class]
-        out = vocab_parallel_cross_entropy(local, targets, reduction, group=groups, vocab_start=first, dp_group=tokens or None, **options)
+    tokens = [mesh.get_group(i) for i in plan.by_token] if reduction != "none" else []
+    if plan.by_class:
+        groups = [mesh.get_group(i) for i in plan.by_class]
+        out = vocab_parallel_cross_entropy(
+            plan.logits, plan.targets, reduction, group=groups, vocab_start=plan.first, vocab_size=plan.classes, dp_group=tokens or None, **options
+        )
     elif tokens:
-        out = data_parallel_cross_entropy(local, targets, reduction, group=tokens, **options)
+        out = data_parallel_cross_entropy(plan.logits, plan.targets, reduction, group=tokens, **options)
     else:
-        out = functional.cross_entropy(local, targets, reduction, **options)
+        out = functional.cross_entropy(plan.logits, plan.targets, reduction, **options)
 
     def placed(result, a_token):
         if not a_token:
             return DTensor.from_local(result, mesh, [Replicate()] * mesh.ndim, run_check=False)
-        stride = [shape[i + 1 :].numel() for i in range(len(shape))]
-        return DTensor.from_local(result, mesh, expected, run_check=False, shape=shape, stride=tuple(stride))
+        stride = [plan.shape[i + 1 :].numel() for i in range(len(plan.shape))]
+        return DTensor.from_local(result, mesh, plan.placements, run_check=False, shape=plan.shape, stride=tuple(stride))
 
     each = reduction == "none"
     if not isinstance(out, tuple):

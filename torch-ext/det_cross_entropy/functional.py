@@ -42,12 +42,13 @@ def cross_entropy(
         inplace_backward: backward writes the gradient over the logits, so that nothing of their size is allocated. They are read twice instead of once. Refused
             for a leaf and for a layout that would be copied; after it, reading the logits gives the gradient, and whatever else saved them for its backward
             raises torch's error of a tensor modified in place. No effect on the bytes, nor under torch.compile, which plans its own memory.
-        validate: True raises for a target out of range, waiting for the device; False never does; None (default) does on the CPU.
+        validate: True raises for a target out of range, waiting for the device; False never does; None (default) does on the CPU, but not under torch.vmap.
             Where it is not raised, such a row's loss and gradient are NaN, and so are mean and sum.
 
     Returns:
         float32 loss in nats: a scalar, or the shape of targets for "none"; ``(loss, z_loss)``, ``(loss, lse)`` or ``(loss, z_loss, lse)`` where asked for. A row with a NaN or +inf logit, or nothing but -inf, is NaN;
-        a target whose logit is -inf has loss +inf; the mean of no rows is NaN. Differentiable once with respect to logits; the gradient has the dtype of logits.
+        a target whose logit is -inf has loss +inf; the mean of no rows is NaN. Differentiable once with respect to logits; the gradient has the dtype of logits. Backward and
+        torch.autograd.grad only: torch.func.grad, jvp and their like raise NotImplementedError.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got.
@@ -65,6 +66,7 @@ def cross_entropy(
     rows = check.logits_rows(logits)
     target = check.target_rows(targets, logits)
     mode = check.reduction(reduction)
+    check.countable("logits", rows.shape[0], mode)
     check.integer("ignore_index", ignore_index)
     in_place = check.may_overwrite(inplace_backward, logits, rows)
     validated = check.wants_validation(validate, logits)
@@ -262,6 +264,7 @@ def loss_digits(loss, targets, *, ignore_index=-100, weight=None):
     """
     check.tensor("loss", loss, (torch.float32,))
     check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
+    check.countable("loss", loss.numel(), MEAN)
     check.integer("ignore_index", ignore_index)
     if weight is not None:
         weight = options(loss, NONE, weight=weight).weight

@@ -8,29 +8,52 @@ from .functional import cross_entropy
 
 
 def parallel_cross_entropy(
-    inp, target, label_smoothing=0.0, reduce_loss=False, dist_process_group=None, ignore_idx=-100, is_cg_capturable=False
+    inp=None,
+    target=None,
+    label_smoothing=0.0,
+    reduce_loss=False,
+    dist_process_group=None,
+    ignore_idx=-100,
+    is_cg_capturable=False,
+    z_loss_weight=0.0,
+    *,
+    _input=None,
+    return_log_sum_exp=False,
 ):
     """As ``transformer_engine.pytorch.cross_entropy.parallel_cross_entropy``.
 
     Args:
         inp: [b, s, V] or [s, b, V], or V / ranks columns of it in the order of ranks; float32, bfloat16 or float16; not written to.
-        target: the leading shape of inp, or that flattened; int64 or int32.
+        target: the leading shape of inp, or that flattened, [b * s] or [b * s, 1]; int64 or int32.
         label_smoothing: 0.
         reduce_loss: the mean over the tokens that are not ignored (TransformerEngine: over all tokens) instead of per-token losses.
         dist_process_group: the ranks that share the vocabulary; None: this process has all of it.
         ignore_idx: tokens with this target have loss and gradient 0.
         is_cg_capturable: without effect on results; True also keeps arguments unvalidated on the CPU. A CUDA graph can capture both ways.
+        z_loss_weight: 0.
+        _input: the older name of inp.
+        return_log_sum_exp: False.
 
     Returns:
         float32: the leading shape of inp, or a scalar.
 
     Raises:
-        NotImplementedError: label_smoothing is not 0.
+        NotImplementedError: label_smoothing, z_loss_weight or return_log_sum_exp is not the default.
         TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
     """
     check.no_smoothing(label_smoothing)
-    if isinstance(inp, torch.Tensor) and isinstance(target, torch.Tensor) and target.dim() == 1 and target.numel() == inp.shape[:-1].numel():
-        target = target.view(inp.shape[:-1])
+    if z_loss_weight != 0:
+        raise NotImplementedError(f"z_loss_weight: expected 0, got {z_loss_weight!r}; z-loss is not implemented")
+    if return_log_sum_exp is not False:
+        raise NotImplementedError(f"return_log_sum_exp: expected False, got {return_log_sum_exp!r}; not implemented")
+    if _input is not None:
+        if inp is not None:
+            raise TypeError("_input: expected None, as inp is given; it is the older name of inp")
+        inp = _input
+    if isinstance(inp, torch.Tensor) and isinstance(target, torch.Tensor) and inp.dim() > 0:
+        rows = inp.shape[:-1].numel()
+        if target.shape in ((rows,), (rows, 1)):
+            target = target.reshape(inp.shape[:-1])
     reduction = "mean" if reduce_loss else "none"
     options = {"ignore_index": ignore_idx, "validate": False if is_cg_capturable else None}
     if dist_process_group is None:
