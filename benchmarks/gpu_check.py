@@ -190,7 +190,7 @@ def check_options(dce, make_case, cases):
         wrong = [i for i, (a, b) in enumerate(zip(*per_device)) if a != b]
         if wrong:
             different.append(f"case {index} {tuple(logits.shape)} {logits.dtype} {sorted(kw)} valid {valid} outputs {wrong}")
-    print(f"{cases} {make_case.__name__}s compared with options")
+    print(f"{cases} cases compared with options")
     return different
 
 
@@ -399,14 +399,15 @@ def main():
     for device in ("cuda", "cpu"):
         result = dce.self_test(device)
         record(f"self_test {device}", result.different, str(result))
+    batches = functools.partial(batch_case, most_rows=args.most_rows)
     paths = cpu_paths()
     record("cpu paths", [p for p, line in paths.items() if "equal the golden" not in line], paths)
     record("random cases against the CPU", check_against_cpu(dce, random_case, args.cases), None)
-    record("random batches against the CPU", check_against_cpu(dce, functools.partial(batch_case, most_rows=args.most_rows), args.batches), None)
+    record("random batches against the CPU", check_against_cpu(dce, batches, args.batches), None)
     record("full windows", check_full_windows(dce))
     record("graph", check_graph(dce, 64, 32000, torch.float32) + check_graph(dce, 200, 128256, torch.bfloat16))
     record("random cases with options against the CPU", check_options(dce, random_case, args.cases), None)
-    record("random batches with options against the CPU", check_options(dce, batch_case, args.batches), None)
+    record("random batches with options against the CPU", check_options(dce, batches, args.batches), None)
     record("graph with options", check_graph(dce, 200, 128256, torch.bfloat16, z_loss=1e-4, weight=torch.rand(128256, device="cuda"), valid_vocab=128256, num_items=torch.tensor(150, device="cuda")))
     record("compile", check_compile(dce))
     record("bad targets", check_bad_targets(dce))

@@ -8,6 +8,19 @@ from ._registration import MEAN, NONE, gradient_with_options
 FUSED, SEPARATE, IN_PLACE = range(3)  # where the gradient is made: with the loss; from the logits, in backward; there, over the logits
 
 
+def _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse=None, valid_vocab=0):
+    """The gradient, in the memory of the logits."""
+    if torch.is_grad_enabled():
+        raise NotImplementedError("inplace_backward: the gradient cannot be differentiated (create_graph=True)")
+    grad = logits.detach()
+    ops.grad_over_logits(grad[:, :valid_vocab] if valid_vocab else grad, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse)
+    if valid_vocab:
+        grad[:, valid_vocab:] = 0
+    # whoever else saved the logits for backward, a second backward of this loss included, now gets autograd's error and not the gradient
+    torch.autograd.graph.increment_version(logits)
+    return grad
+
+
 class Loss(torch.autograd.Function):
     """The loss of logits [N, V] and targets [N]; rowmax, denom and status of the rows are put into the list ``rows``, which is quicker than as outputs."""
 
@@ -32,12 +45,7 @@ class Loss(torch.autograd.Function):
         rowmax, state, sums, ignore_index = ctx.state
         grad, ctx.grad_of_one = ctx.grad_of_one, None
         if ctx.in_place:
-            if torch.is_grad_enabled():
-                raise NotImplementedError("inplace_backward: the gradient cannot be differentiated (create_graph=True)")
-            grad = logits.detach()
-            ops.grad_over_logits(grad, grad_out, targets, rowmax, state, sums, ignore_index)
-            # whoever else saved the logits for backward, a second backward of this loss included, now gets autograd's error and not the gradient
-            torch.autograd.graph.increment_version(logits)
+            grad = _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index)
         elif grad is None or torch.is_grad_enabled():
             grad = ops.grad_logits(grad_out, logits, targets, rowmax, state, sums, ignore_index, 0, logits.shape[1], 0)
         else:
@@ -70,15 +78,9 @@ class LossWithOptions(torch.autograd.Function):
         valid, valid_vocab = ctx.options.valid, ctx.options.valid_vocab
         grad, ctx.grad_of_one = ctx.grad_of_one, None
         if ctx.in_place:
-            if torch.is_grad_enabled():
-                raise NotImplementedError("inplace_backward: the gradient cannot be differentiated (create_graph=True)")
-            grad = logits.detach()
             if grad_out is None:
                 grad_out, sums = grad_lse.new_zeros(()), None
-            ops.grad_over_logits(valid(grad), grad_out, targets, rowmax, state, sums, ignore_index, grad_lse)
-            if valid_vocab:
-                grad[:, valid_vocab:] = 0
-            torch.autograd.graph.increment_version(logits)
+            grad = _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse, valid_vocab)
         elif grad is None or grad_lse is not None or torch.is_grad_enabled():
             grad = gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab)
         else:

@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import forward_ad
 
-from ._registration import COUNT_WORD, MEAN, NONE, SUM, SUM_WORDS, WORDS  # noqa: F401
+from ._registration import MEAN, NONE, SUM, SUM_WORDS, WORDS
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)

@@ -155,11 +155,11 @@ def _save_with_options(ctx, inputs, output):
     ctx.mean = reduction == MEAN
 
 
-def gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab):
-    """That of the logits [N, V] for upstream gradients of the loss and of lse, either of which may be None. sums: of a mean, else None."""
+def gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab, start=0):
+    """That of the logits [N, V], the first of which is column `start`, for upstream gradients of the loss and of lse, either of which may be None. sums: of a mean, else None."""
     if grad_out is None:
         grad_out, sums = grad_lse.new_zeros(()), None
-    return ops.grad_logits_with_options(grad_out, logits, targets, rowmax, state, sums, ignore_index, 0, logits.shape[1], 0, grad_lse, valid_vocab)
+    return ops.grad_logits_with_options(grad_out, logits, targets, rowmax, state, sums, ignore_index, 0, logits.shape[1], start, grad_lse, valid_vocab)
 
 
 def _backward_with_options(ctx, grad_out, _1, _2, _3, _4, _5, grad_lse, _6):

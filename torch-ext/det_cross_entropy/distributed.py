@@ -8,7 +8,7 @@ from . import _ranks
 from ._options import Options, options, with_divisor
 from ._ops import ops
 from ._ranks import Ranks
-from ._registration import COUNT_WORD, MEAN, NONE
+from ._registration import COUNT_WORD, MEAN, NONE, gradient_with_options
 
 
 class _Loss(torch.autograd.Function):
@@ -43,11 +43,7 @@ class _LossWithOptions(torch.autograd.Function):
             return (None,) * 10
         rows, target, maximum, state, sums = ctx.saved_tensors
         ignore_index, start, valid_vocab = ctx.rest
-        if grad_out is None:
-            grad_out, sums = grad_lse.new_zeros(()), None
-        grad = ops.grad_logits_with_options(
-            grad_out, rows, target, maximum, state, sums, ignore_index, 0, rows.shape[1], start, grad_lse, valid_vocab
-        )
+        grad = gradient_with_options(grad_out, grad_lse, rows, target, maximum, state, sums, ignore_index, valid_vocab, start)
         return (grad,) + (None,) * 9
 
 
@@ -269,7 +265,7 @@ def data_parallel_cross_entropy(
     try:
         check.no_transform("logits", logits)
         rows = check.logits_rows(logits)
-        check.countable("logits", len(rows), check.MEAN)
+        check.countable("logits", len(rows), MEAN)
         target = check.target_rows(targets, logits)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)
@@ -308,7 +304,7 @@ class _Reduced(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         target, sums = ctx.saved_tensors
-        each = grad_out if sums is None else (grad_out.double() / sums[check.COUNT_WORD]).float()
+        each = grad_out if sums is None else (grad_out.double() / sums[COUNT_WORD]).float()
         return torch.where(target == ctx.ignore_index, torch.zeros_like(each), each), None, None, None, None
 
 
@@ -327,7 +323,7 @@ def reduce_losses(loss, targets, reduction="mean", *, group=None, ignore_index=-
     try:
         check.tensor("loss", loss, (torch.float32,))
         check.no_transform("loss", loss)
-        check.countable("loss", loss.numel(), check.MEAN)
+        check.countable("loss", loss.numel(), MEAN)
         check.tensor("targets", targets, check.TARGET_DTYPES, loss.shape, loss.device)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)

@@ -55,7 +55,6 @@ def cross_entropy(
 
     DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8; the options: section 12.
     """
-    optional = z_loss or weight is not None or num_items is not None or valid_vocab is not None or return_z_loss or return_lse
     if check.is_dtensor(logits):
         from . import dtensor
 
@@ -70,8 +69,8 @@ def cross_entropy(
     check.integer("ignore_index", ignore_index)
     in_place = check.may_overwrite(inplace_backward, logits, rows)
     validated = check.wants_validation(validate, logits)
-    if optional:
-        asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1])
+    asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1])
+    if asked is not None:
         out, lse, status, z, sums = _autograd.loss_with_options(rows, target, mode, ignore_index, asked, in_place)
         if validated:
             check.raise_for_status(status, target, asked.valid_vocab or rows.shape[1], ignore_index)
