@@ -30,16 +30,18 @@ DCE_FN LossTerm loss_term(float loss) {
   return out;
 }
 
-// One counted loss into the words, but for the count.
-DCE_FN void add_loss(float loss, int64_t* words) {
+// What a loss adds to word `word`, but for the count.
+DCE_FN int64_t word_of_loss(float loss, int word) {
   if (!is_finite(loss)) {
-    words[kPlusInfWord] += is_nan(loss) || loss > 0;
-    words[kMinusInfWord] += is_nan(loss) || loss < 0;
-    return;
+    const bool plus = is_nan(loss) || loss > 0, minus = is_nan(loss) || loss < 0;
+    return (word == kPlusInfWord && plus) || (word == kMinusInfWord && minus);
   }
   const LossTerm t = loss_term(loss);
-  words[t.digit] += t.low;
-  words[t.digit + 1] += t.high;
+  return (word == t.digit ? t.low : 0) + (word == t.digit + 1 ? t.high : 0);
+}
+// One counted loss into the words, but for the count.
+DCE_FN void add_loss(float loss, int64_t* words) {
+  for (int i = 0; i < kSumWords; ++i) words[i] += word_of_loss(loss, i);
 }
 
 // The exact sum as sign and magnitude.

@@ -91,25 +91,30 @@ __device__ __forceinline__ void add_near_and_far_values(Windows& w, const float 
   }
 }
 
-// The terms of columns [begin, begin + count) that lie below both windows, straight into digits in shared memory. Read again, for it is rare.
-template <class T>
-__device__ __forceinline__ void add_below_windows(const RowVectors<T>& row, int64_t begin, int count, float max, const RowFrame& frame, int64_t* digits) {
-#pragma unroll 1
-  for (int64_t c = begin < 0 ? 0 : begin; c < begin + count && c < row.length; ++c) {
-    const float raw = widen(row.data[c]);
-    const Term e = term(add32(raw, -frame.shift), magic(frame.n_max - 31));
-    const int32_t s = static_cast<int32_t>(bits(e.z) - kMagicBits), shift = s + frame.n_max - 31 - frame.base;
-    if (!(raw <= max) || !(e.z >= kMagic - 160.0f) || s >= -32 || shift < 0) continue;
-    const uint64_t v = static_cast<uint64_t>(term_significand(e)) << (shift & 31);
-    atomic_add(&digits[shift >> 5], static_cast<int64_t>(v & 0xFFFFFFFFu));
-    atomic_add(&digits[(shift >> 5) + 1], static_cast<int64_t>(v >> 32));
+// Three windows more, below the two, in shared memory, for they are rarely wanted: s in [-64, -33], [-96, -65], [-128, -97]. No kept term lies lower (SPEC 4).
+constexpr int kLowWindows = 3;
+// Adds the terms of x that lie in them to this thread's own, low[i * kThreads]. lowest: the least s of a kept term, -near_bit.
+template <int kThreads, int kCount>
+__device__ __forceinline__ void add_low_terms(uint64_t* low, const float (&x)[kCount], float magic, int lowest) {
+  uint64_t sum[kLowWindows] = {};
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const Term e = term(x[j], magic);
+    const uint64_t p = term_significand(e);
+    const uint32_t s = bits(e.z) - kMagicBits;
+    sum[0] += p * one_shifted(s + 64);
+    sum[1] += p * one_shifted(s + 96);
+    if (e.z >= kMagic + static_cast<float>(lowest)) sum[2] += p * one_shifted(s + 128);
   }
+#pragma unroll
+  for (int i = 0; i < kLowWindows; ++i) low[i * kThreads] += sum[i];
 }
 
 template <int kThreads>
 struct SumScratch {
   uint64_t partial[5 * (kThreads / kWarp)];
-  int64_t below[kDigits];
+  uint64_t low[kLowWindows * kThreads];
+  int64_t below[kDigits];  // sums of `low`
 };
 
 // A block's sum of a stretch of a row whose maximum is known: words[0..7] of the row, in thread 0; its tag is left to the caller. With kCheck, faulty columns add
@@ -119,15 +124,34 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
   constexpr int kLanes = kVector<T>;
   const bool degenerate = is_degenerate(max);
   if (threadIdx.x < kDigits) scratch.below[threadIdx.x] = 0;
+  uint64_t* const low = scratch.low + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kLowWindows; ++i) low[i * kThreads] = 0;
   __syncthreads();
 
   const RowFrame frame = row_frame(degenerate ? 0.0f : max);
+  const int near_bit = frame.n_max - 31 - frame.base;  // 97..128
   const float near_magic = magic(frame.n_max - 31);
   Windows w;
   uint64_t near_low = 0, near_high = 0, far_low = 0, far_high = 0;  // sums of the windows' halves
   uint64_t faults = 0;
   int terms = 0;
-  const auto add = [&](const Vector<T>& v, int i) {
+  bool has_low = false;
+  const auto flush_low = [&] {
+#pragma unroll 1
+    for (int i = 0; i < kLowWindows; ++i) {
+      const uint64_t sum = low[i * kThreads];
+      const int shift = near_bit - 64 - 32 * i;  // negative: of the last window, whose terms below bit -shift are dropped
+      if (sum == 0) continue;
+      low[i * kThreads] = 0;
+      int64_t words[kDigits] = {};
+      add_shifted(words, shift < 0 ? sum >> -shift : sum, shift < 0 ? 0 : shift);
+#pragma unroll
+      for (int j = 0; j < kDigits; ++j)
+        if (words[j] != 0) atomic_add(&scratch.below[j], words[j]);
+    }
+  };
+  const auto add = [&](const Vector<T>& v, int) {
     float x[kLanes];
     float top = -INFINITY;
 #pragma unroll
@@ -145,7 +169,10 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
       }
     }
     if (degenerate) return;
-    if (add_terms(w, x, near_magic) != kNoneBelow) add_below_windows(row, row.column(i), kLanes, max, frame, scratch.below);
+    if (add_terms(w, x, near_magic) != kNoneBelow) {
+      add_low_terms<kThreads>(low, x, near_magic, -near_bit);
+      has_low = true;
+    }
     terms += kLanes;
     if (terms > kWindowTerms - kLanes) {
       near_low += static_cast<uint32_t>(w.near);
@@ -154,16 +181,17 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
       far_high += w.far >> 32;
       w = Windows();
       terms = 0;
+      if (has_low) flush_low();
     }
   };
   if (!degenerate || (kCheck && max < 0)) row.template for_each<kThreads, kUnroll>(add, add);
+  if (has_low) flush_low();
   uint64_t total[5] = {near_low + static_cast<uint32_t>(w.near), near_high + (w.near >> 32), far_low + static_cast<uint32_t>(w.far), far_high + (w.far >> 32), faults};
   block_sum(total, scratch.partial);  // its barriers also complete `below`
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int i = 0; i < kDigits; ++i) words[i] = scratch.below[i];
   if (!degenerate) {
-    const int near_bit = frame.n_max - 31 - frame.base;  // 97..128
     add_shifted(words, total[0] + (static_cast<uint128>(total[1]) << 32), near_bit);
     add_shifted(words, total[2] + (static_cast<uint128>(total[3]) << 32), near_bit - 32);
   }

@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
             message.mode = kNaN;
           } else {
             message = {row_scale(g, scaled_state_of<kOptions>(extras.options, total, x, target)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
+            if (kOptions && !is_finite(message.scale.scale)) message.mode = kNaN;  // a mean over weights that are no number
           }
         }
       }
@@ -311,8 +312,9 @@ bool launch(const Logits& logits, const Targets& targets, const RowOptions& opti
     return false;
   }
   check(launched, "cross_entropy");
-  const unsigned blocks = static_cast<unsigned>((logits.rows + kSettleRows - 1) / kSettleRows);
-  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out, scratch.zeros, total);
+  const int64_t most = static_cast<int64_t>(kSettleResident) * processors(), rows_a_block = (logits.rows + most - 1) / most;
+  const unsigned blocks = static_cast<unsigned>((logits.rows + rows_a_block - 1) / rows_a_block);
+  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, total);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }

@@ -39,9 +39,9 @@ __device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row,
   __syncthreads();  // the scratch memory is the next row's
 }
 
-// A row from its digits to its results, and its loss to the block's words.
+// A row from its digits to its results. Returns the loss as it counts for the batch: 0 for an ignored row.
 template <class T>
-__device__ void settle_row(const Rows& rows, const RowExtras& extras, int64_t row, const RowOutputs& out, int64_t* block_words) {
+__device__ float settle_row(const Rows& rows, const RowExtras& extras, int64_t row, const RowOutputs& out) {
   const int64_t target = target_at(rows.targets, row);
   const bool readable = target >= 0 && target < rows.logits.columns && target != rows.targets.ignore_index;
   const float x = readable ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
@@ -52,28 +52,36 @@ __device__ void settle_row(const Rows& rows, const RowExtras& extras, int64_t ro
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
   const RowResult result = finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index, extras.options);
   write_row(out, row, result);
-  if (target == rows.targets.ignore_index) return;
-  int64_t own[kSumWords] = {};
-  add_loss(result.loss, own);
-#pragma unroll
-  for (int i = 0; i < kSumWords; ++i)
-    if (own[i] != 0) atomic_add(&block_words[i], own[i]);
+  return result.loss;
 }
 
-// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses.
-constexpr int kSettleRows = 4;  // a block: few, so that a batch whose rows are all marked fills the machine
+// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. A block's rows: as many as let all blocks be on the device at once.
+constexpr int kSettleResident = 4;  // blocks a processor
 template <class T, bool kGrad>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, 4) settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t* batch_words, const Total total) {
-  __shared__ SumScratch<kAccumulatePolicy.threads> scratch;
+__global__ void __launch_bounds__(kAccumulatePolicy.threads, kSettleResident)
+    settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t rows_a_block, int64_t* batch_words, const Total total) {
+  constexpr int kThreads = kAccumulatePolicy.threads, kWarps = kThreads / kWarp;
+  __shared__ SumScratch<kThreads> scratch;
   __shared__ RowScale shared_scale;
+  __shared__ float losses[kThreads];
   __shared__ int64_t block_words[kSumWords];
+  const int64_t first = blockIdx.x * rows_a_block, end = first + rows_a_block < rows.logits.rows ? first + rows_a_block : rows.logits.rows;
   if (threadIdx.x < kSumWords) block_words[threadIdx.x] = 0;
-  const int64_t first = blockIdx.x * static_cast<int64_t>(kSettleRows);
-  for (int64_t row = first; row < first + kSettleRows && row < rows.logits.rows; ++row)
-    if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, extras, row, scratch, shared_scale);
-  __syncthreads();
-  const int64_t row = first + threadIdx.x;
-  if (threadIdx.x < kSettleRows && row < rows.logits.rows) settle_row<T>(rows, extras, row, out, block_words);
+  for (int64_t part = first; part < end; part += kThreads) {
+    const int64_t own = part + threadIdx.x;
+    if (__syncthreads_or(own < end && rows.status[own] == kRedo)) {  // seldom
+      for (int64_t row = part; row < end && row < part + kThreads; ++row)
+        if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, extras, row, scratch, shared_scale);
+      __syncthreads();
+    }
+    // few rows in each of the warps rather than all in one: lanes go different ways
+    const int64_t row = part + threadIdx.x % kWarp * kWarps + threadIdx.x / kWarp;
+    if (row < end) losses[row - part] = settle_row<T>(rows, extras, row, out);
+    __syncthreads();
+    // a thread a word, for an atomic addition of 64 bits in shared memory is a loop
+    if (total.out != nullptr && threadIdx.x < kSumWords)
+      for (int i = 0; i < kThreads && part + i < end; ++i) block_words[threadIdx.x] += word_of_loss(losses[i], threadIdx.x);
+  }
   if (total.out == nullptr) return;
   __syncthreads();
   add_to_batch(block_words, batch_words, total);
