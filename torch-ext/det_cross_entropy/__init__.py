@@ -14,12 +14,15 @@ from .functional import (
     denom_digits,
     finalize,
     finalize_mean,
+    finalize_stats,
     forward,
     grad_logits,
+    logit_digits,
     logprobs,
     loss_digits,
     reduce_digits,
     rowmax,
+    stat_digits,
 )
 
 spec_version = 1
@@ -47,10 +50,12 @@ __all__ = [
     "dtensor",
     "finalize",
     "finalize_mean",
+    "finalize_stats",
     "forward",
     "golden",
     "grad_logits",
     "layers",
+    "logit_digits",
     "logprobs",
     "loss_digits",
     "megatron",
@@ -59,6 +64,7 @@ __all__ = [
     "rowmax",
     "self_test",
     "spec_version",
+    "stat_digits",
     "transformer_engine",
     "vocab_parallel_cross_entropy",
 ]
