@@ -205,8 +205,8 @@ class LossStats:
         """All results by name as Python numbers, to be logged: ``loss``, ``perplexity``, ``accuracy``, ``entropy``, ``max_abs``, ``tokens``, ``hits``; with ``utf8_bytes`` also ``bits_per_byte``.
         Waits for the device, once."""
         here = self._here()
-        numbers = {name: getattr(here, name).item() for name in ("loss", "accuracy", "entropy", "max_abs", "tokens", "hits")}
-        numbers["perplexity"] = here.perplexity()
+        numbers = {"loss": here.loss.item(), "perplexity": here.perplexity()}
+        numbers.update((name, getattr(here, name).item()) for name in ("accuracy", "entropy", "max_abs", "tokens", "hits"))
         if utf8_bytes is not None:
             numbers["bits_per_byte"] = here.bits_per_byte(utf8_bytes)
         return numbers
