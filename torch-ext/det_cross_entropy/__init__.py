@@ -4,7 +4,7 @@ The specification of every bit is docs/SPEC.md of the repository; ``spec_version
 """
 
 from . import _registration  # noqa: F401  (fake kernels and autograd formulas of the ops)
-from . import audit, curve, distributed, golden, layers, megatron, transformer_engine
+from . import audit, curve, distributed, golden, layers, megatron, stats, transformer_engine
 from .audit import SelfTest, digest, self_test
 from .curve import LossCurve
 from .distributed import data_parallel_cross_entropy, reduce_losses, vocab_parallel_cross_entropy
@@ -24,6 +24,7 @@ from .functional import (
     rowmax,
     stat_digits,
 )
+from .stats import LossStats, RowStats
 
 spec_version = 1
 
@@ -38,6 +39,8 @@ def __getattr__(name):
 
 __all__ = [
     "LossCurve",
+    "LossStats",
+    "RowStats",
     "SelfTest",
     "audit",
     "carry_digits",
@@ -65,6 +68,7 @@ __all__ = [
     "self_test",
     "spec_version",
     "stat_digits",
+    "stats",
     "transformer_engine",
     "vocab_parallel_cross_entropy",
 ]
