@@ -134,6 +134,11 @@ def test_the_mean_is_that_of_cross_entropy(dce, kind):
     assert_same(sum(parts).loss, dce.cross_entropy(logits, targets))
 
 
+def test_the_constant(dce):
+    with mpmath.workprec(200):
+        assert dce.stats.LN2 == int(mpmath.nint(mpmath.ldexp(mpmath.log(2), 128)))
+
+
 def test_a_language_model_by_hand(dce):
     """Two tokens of probability 1/2 and 1/8, of three bytes: 4 bits."""
     stats = dce.RowStats(*(torch.tensor(x) for x in ([0.0, 0.0], [math.log(0.5), math.log(0.125)], [0.0, 0.0], [1.0, 2.0], [True, False])))
@@ -208,16 +213,25 @@ def test_what_is_ignored_is_said_by_the_targets_alone(dce):
 
 def test_room_for_many_batches(dce):
     """2^30 parts of the greatest and of ordinary losses: nothing carries out of a word."""
-    rows = [dict(loss=loss, entropy=loss, max_abs=loss, hit=True, ignored=False) for loss in (LARGEST, LARGEST, 0.1, 2.0**-149)]
+    rows = [dict(loss=loss, entropy=loss, max_abs=loss, hit=True, ignored=False) for loss in 6 * (LARGEST,) + (0.1, 2.0**-149)]
     total = dce.LossStats.of(*of_rows(dce, rows))
     words = total.to_words()
     for _ in range(30):
         total = total + total
     sums = lambda words: [sum(word << 32 * i for i, word in enumerate(words[first : first + 9].tolist())) for first in (0, 12)]
     assert sums(total.to_words()) == [s << 30 for s in sums(words)]
-    assert (total.tokens.item(), total.hits.item()) == (4 << 30, 4 << 30)
+    assert (total.tokens.item(), total.hits.item()) == (8 << 30, 8 << 30)
     one, many = dce.LossStats.from_words(words).as_dict(1), total.as_dict(1 << 30)
     assert {**one, "tokens": 0, "hits": 0} == {**many, "tokens": 0, "hits": 0}
+
+
+def test_a_carry_through_all_digits(dce):
+    """Losses that add up to 2^256 - 1 units, and one unit more."""
+    row = lambda units: dict(loss=math.ldexp(units, -149), entropy=math.ldexp(units, -149), max_abs=0.0, hit=False, ignored=False)
+    parts = [row(mantissa << 32 * word) for word in range(8) for mantissa in (0xFFFFFF00, 0xFF)]
+    full, unit = dce.LossStats.of(*of_rows(dce, parts)), dce.LossStats.of(*of_rows(dce, [row(1)]))
+    assert full.to_words().tolist() == 2 * [*8 * [2**32 - 1], 0, 16, 0, 0] + [0, 0]
+    assert (full + unit).to_words().tolist() == 2 * [*8 * [0], 1, 17, 0, 0] + [0, 0]
 
 
 def test_saved_words(dce, tmp_path):
