@@ -417,8 +417,8 @@ def split_digits(S):
 
 
 def faulty(x, fr):
-    """NaN or above the maximum; nothing is where that is NaN or +inf."""
-    return fr.M < INF and not x <= fr.M
+    """NaN or above the maximum; in a degenerate row only where the maximum is negative."""
+    return not x <= fr.M and (not fr.degenerate or fr.M < 0)
 
 
 def denom_digits(row, M, lo=0, hi=None, v_start=0, sigma=1.0, kappa=None):
@@ -535,7 +535,7 @@ def significand(S, u):
 
 Final = namedtuple("Final", "loss denom state status")
 
-# A row before anything is rounded to fp32 and before options: l, L and p as in section 12, `denom` and x'_t besides.
+# A row before options and before anything is rounded to fp32: l, L and p of section 12, x'_t besides. L, denom and inv hold where the target alone is wrong.
 Settled = namedtuple("Settled", "status l L denom inv tgt p xp", defaults=(NAN,) * 7)
 
 
@@ -568,8 +568,9 @@ def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
     m, k = split(s, ks)
     lower = fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0)))
     L = add64(lower, fma64(float(k), LN2_HI, fr.c))
+    inv = scale64(ys, fr.n_M - ks)
     if not inside:
-        return Settled("target", L=L, denom=denom)
+        return Settled("target", L=L, denom=denom, inv=inv)
     d, kd = significand(S - T, u)
     xp = shifted(x_t, fr)
     if T:
@@ -579,12 +580,12 @@ def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
     else:
         l = add64(lower, fma64(float(k), LN2_HI, -add64(map_logit(x_t, sigma, kappa), -fr.c)))
         p = 0.0
-    return Settled("ok", l, L, denom, scale64(ys, fr.n_M - ks), scale64(-mul64(d, ys), kd - ks), p, xp)
+    return Settled("ok", l, L, denom, inv, scale64(-mul64(d, ys), kd - ks), p, xp)
 
 
 def finalize(words, row, t, M, V=None, ignore_index=-100, sigma=1.0, kappa=None):
     r = settle(words, row, t, M, len(row) if V is None else V, ignore_index, sigma, kappa)
-    return Final(rn(r.l, "fp32"), rn(r.denom, "fp32"), (r.inv, r.tgt), r.status)
+    return Final(rn(r.l, "fp32"), rn(r.denom, "fp32"), (NAN, NAN) if r.status == "target" else (r.inv, r.tgt), r.status)
 
 
 def forward(row, t, ignore_index=-100):
