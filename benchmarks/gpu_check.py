@@ -143,14 +143,25 @@ def check_against_cpu(dce, make_case, cases, seed):
 
 
 def options_of(index, columns, generator):
-    """Keyword arguments of a case, by turns: each option alone, then all."""
+    """Keyword arguments of a case, by turns: each option alone, then several."""
     weight = torch.rand(columns, generator=generator) * 2 - 0.25
-    valid = max(1, columns - (0, 1, 3, 8, 130, columns // 2)[index // 5 % 6])
-    return ({"z_loss": 1e-3}, {"weight": weight}, {"valid_vocab": valid}, {"num_items": 77}, {"z_loss": 0.02, "weight": weight, "valid_vocab": valid})[index % 5]
+    valid = max(1, columns - (0, 1, 3, 8, 130, columns // 2)[index // 10 % 6])
+    return (
+        {"z_loss": 1e-3},
+        {"weight": weight},
+        {"valid_vocab": valid},
+        {"num_items": 77},
+        {"z_loss": 0.02, "weight": weight, "valid_vocab": valid},
+        {"label_smoothing": 0.1},
+        {"softcap": 15.0},
+        {"logit_scale": 0.7, "valid_vocab": valid},
+        {"label_smoothing": 0.3, "softcap": 30.0, "logit_scale": 1.5, "z_loss": 1e-4, "valid_vocab": valid},
+        {"label_smoothing": 0.2, "weight": weight, "softcap": 50.0, "valid_vocab": valid},
+    )[index % 10]
 
 
 def check_options(dce, make_case, cases, seed):
-    """The options on the GPU (fused, by stages, composed of shards, in place) against the CPU, byte for byte."""
+    """The options and statistics on the GPU (fused, by stages, composed of shards, in place) against the CPU, byte for byte."""
     generator = torch.Generator().manual_seed(seed)
     different = []
     for index in range(cases):
@@ -165,31 +176,54 @@ def check_options(dce, make_case, cases, seed):
         for x, t, g, h in ((logits, targets, upstream, g_lse), (to_gpu(logits), targets.cuda(), upstream.cuda(), g_lse.cuda())):
             own = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
             a_row = {k: v for k, v in own.items() if k != "num_items"}
-            out = []
+            mapped = {k: v for k, v in own.items() if k in ("logit_scale", "softcap")}
+            out = {}
+
+            def keep(name, *tensors):
+                out.update({f"{name} {i}" if i else name: tensor.detach() for i, tensor in enumerate(tensors)})
+
             for reduction in ("mean", "sum", "none"):
                 options = own if reduction == "mean" else a_row
-                leaf = x.detach().requires_grad_()
-                loss, z, lse = dce.cross_entropy(leaf, t, reduction, return_z_loss=True, return_lse=True, validate=False, **options)
-                of_loss = g if reduction == "none" else torch.ones_like(loss)
-                out += [loss.detach(), z, lse.detach()]
-                out += [torch.autograd.grad(loss, leaf, of_loss, retain_graph=True)[0], torch.autograd.grad([loss, lse], leaf, [of_loss, h], retain_graph=True)[0]]
-                out += [torch.autograd.grad(loss, leaf, of_loss * 0.7)[0]]
+                for with_stats in (False, True):
+                    leaf = x.detach().requires_grad_()
+                    loss, z, lse, *stats = dce.cross_entropy(leaf, t, reduction, return_z_loss=True, return_lse=True, return_stats=with_stats, validate=False, **options)
+                    of_loss = g if reduction == "none" else torch.ones_like(loss)
+                    name = f"{reduction}{' with stats' * with_stats}"
+                    keep(f"{name}: loss, z, lse", loss, z, lse)
+                    if with_stats:
+                        keep(f"{name}: stats", *stats[0])
+                    keep(f"{name}: gradient", torch.autograd.grad(loss, leaf, of_loss, retain_graph=True)[0])
+                    keep(f"{name}: gradient with lse", torch.autograd.grad([loss, lse], leaf, [of_loss, h], retain_graph=True)[0])
+                    keep(f"{name}: gradient of 0.7", torch.autograd.grad(loss, leaf, of_loss * 0.7)[0])
+                keep(f"{reduction}: no gradient", *dce.cross_entropy(x, t, reduction, return_lse=True, return_z_loss=True, validate=False, **options))
             leaf = x.detach().clone().requires_grad_()
             loss, lse = dce.cross_entropy(leaf.clone(), t, return_lse=True, inplace_backward=True, validate=False, **own)
-            out.append(torch.autograd.grad([loss, lse], leaf, [torch.ones_like(loss), h])[0])
+            keep("in place", torch.autograd.grad([loss, lse], leaf, [torch.ones_like(loss), h])[0])
             cuts = [0, columns // 3, columns // 3, columns - columns // 4, columns]
             shards = list(zip(cuts, cuts[1:]))
             clipped = [(min(lo, valid), min(hi, valid)) for lo, hi in shards]
             maximum = torch.stack([dce.rowmax(x, lo, hi) for lo, hi in clipped]).amax(0)
-            digits = sum(dce.denom_digits(x, maximum, lo, hi) for lo, hi in clipped)
-            out += dce.finalize(digits, x, t, maximum, return_z_loss=True, return_lse=True, validate=False, **a_row)
-            sums = dce.loss_digits(out[-4], t, weight=own.get("weight"))
-            out += [sums, dce.reduce_digits(sums), dce.finalize_mean(sums, 1001), dce.logprobs(x, t, validate=False)]
-            out += [dce.grad_logits(torch.ones_like(loss), x, t, digits, maximum, lo, hi, sums=sums, grad_lse=h, validate=False, **a_row) for lo, hi in shards]
-            per_device.append([dce.digest(o) for o in out])
-        wrong = [i for i, (a, b) in enumerate(zip(*per_device)) if a != b]
+            digits = [dce.denom_digits(x, maximum, lo, hi, **mapped) for lo, hi in clipped]
+            keep("digits", *digits)
+            smoothing = [dce.logit_digits(x, maximum, lo, hi, weight=own.get("weight"), **mapped) for lo, hi in clipped]
+            keep("sums of logits", *smoothing)
+            smooth = {"logit_digits": sum(smoothing)} if "label_smoothing" in own else {}
+            rows = dce.finalize(sum(digits), x, t, maximum, return_z_loss=True, return_lse=True, validate=False, **smooth, **a_row)
+            keep("finalize", *rows)
+            stats, least = zip(*(dce.stat_digits(x, t, maximum, lo, hi, **mapped) for lo, hi in clipped))
+            keep("stat digits", *stats)
+            keep("least", *least)
+            least = torch.stack(least).amin(0)
+            keep("stats", *dce.finalize_stats(sum(stats), least, sum(digits), x, t, maximum, valid_vocab=own.get("valid_vocab"), validate=False, **mapped))
+            sums = dce.loss_digits(rows[0], t, weight=own.get("weight"))
+            keep("sums", sums, dce.reduce_digits(sums), dce.finalize_mean(sums, 1001), dce.logprobs(x, t, validate=False, **mapped))
+            of_shards = [dce.grad_logits(torch.ones_like(loss), x, t, sum(digits), maximum, lo, hi, sums=sums, grad_lse=h, validate=False, **a_row) for lo, hi in shards]
+            keep("gradients of shards", *of_shards)
+            per_device.append({name: dce.digest(tensor) for name, tensor in out.items()})
+        on_cpu, on_gpu = per_device
+        wrong = [name for name in on_cpu if on_cpu[name] != on_gpu[name]]
         if wrong:
-            different.append(f"case {index} {tuple(logits.shape)} {logits.dtype} {sorted(kw)} valid {valid} outputs {wrong}")
+            different.append(f"case {index} {tuple(logits.shape)} {logits.dtype} {sorted(kw)} valid {valid}: {wrong}")
     print(f"{cases} cases compared with options")
     return different
 
@@ -214,6 +248,10 @@ def time_options(dce):
             "num_items": median(lambda: step(num_items=4000)),
             "valid_vocab, a multiple of 8": median(lambda: step(valid_vocab=columns - 256)),
             "valid_vocab, odd": median(lambda: step(valid_vocab=columns - 255)),
+            "label_smoothing": median(lambda: step(label_smoothing=0.1)),
+            "logit_scale": median(lambda: step(logit_scale=0.5)),
+            "softcap": median(lambda: step(softcap=30.0)),
+            "return_stats": median(lambda: step(lambda out: out[0], return_stats=True)),
             "return_lse": median(lambda: step(lambda out: out[0], return_lse=True)),
             "return_lse, with a gradient": median(lambda: step(lambda out: out[0] + out[1].sum(), return_lse=True)),
             "all": median(lambda: step(lambda out: out[0], z_loss=1e-4, weight=weight, valid_vocab=columns - 255, return_z_loss=True, return_lse=True)),

@@ -76,7 +76,7 @@ struct RowOutputs {
   float* lse;     // with options; else null
   float* z_loss;
 };
-constexpr int64_t state_width(const RowOptions& o) { return !o.on ? 2 : o.smoothing == 0.0 ? 4 : 5; }
+DCE_FN constexpr int64_t state_width(const RowOptions& o) { return !o.on ? 2 : o.smoothing == 0.0 ? 4 : 5; }
 struct RowStates {
   const double* data;
   int64_t width;  // 2, 4 or 5 a row

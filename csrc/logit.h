@@ -6,8 +6,8 @@
 namespace dce {
 
 struct LogitMap {
-  float scale;  // positive, finite
-  float cap;    // positive, finite; 0: none
+  float scale;  // in [2^-60, 2^60]
+  float cap;    // in [2^-60, 2^60]; 0: none
   // with a cap
   float doubled;      // 2 scale / cap
   float inverse_cap;  // 1 / cap
@@ -40,7 +40,8 @@ DCE_FN float minus_tanh_half(float w) {
   const float d = add32(e, 2.0f);
   float y = fma32(fma32(kRecip2, d, kRecip1), d, kRecip0);
   for (int i = 0; i < 2; ++i) y = fma32(fma32(-d, y, 1.0f), y, y);
-  return mul32(e, y);
+  const float t = mul32(e, y);
+  return fma32(fma32(-t, d, e), y, t);
 }
 
 // May fall by a few units in the last place where x grows; never beyond the cap. Infinite and NaN stay what they are under a cap.

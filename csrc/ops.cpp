@@ -109,8 +109,9 @@ const int64_t* int64_rows(const Tensor& t, const char* name, const Tensor& like,
   return t.const_data_ptr<int64_t>();
 }
 LogitMap map_of(double logit_scale, double softcap) {
-  STD_TORCH_CHECK(is_finite(static_cast<float>(logit_scale)) && static_cast<float>(logit_scale) > 0, "logit_scale: expected a positive float32, got ", logit_scale);
-  STD_TORCH_CHECK(softcap == 0.0 || (is_finite(static_cast<float>(softcap)) && static_cast<float>(softcap) > 0), "softcap: expected a positive float32, or 0 for none, got ", softcap);
+  const auto fits = [](double x) { return x >= 0x1p-60 && x <= 0x1p+60; };
+  STD_TORCH_CHECK(fits(logit_scale), "logit_scale: expected 2^-60 to 2^60, got ", logit_scale);
+  STD_TORCH_CHECK(softcap == 0.0 || fits(softcap), "softcap: expected 2^-60 to 2^60, or 0 for none, got ", softcap);
   return make_map(static_cast<float>(logit_scale), static_cast<float>(softcap));
 }
 double smoothing_of(double label_smoothing) {

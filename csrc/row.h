@@ -120,9 +120,9 @@ DCE_FN double row_loss(const RowSums& r, float x_target) {
   return log_sum(r, -add64(static_cast<double>(x_target), -static_cast<double>(r.frame.shift)));
 }
 
-DCE_FN float row_denom(const RowSums& r, float row_max) {
+DCE_FN double row_denom(const RowSums& r, float row_max) {
   const double e = exp_reduced(add32(row_max, -r.frame.shift), r.frame.n_max);
-  return static_cast<float>(mul64(div(r.s.m, e), pow2(r.s.k - r.frame.n_max)));
+  return mul64(div(r.s.m, e), pow2(r.s.k - r.frame.n_max));
 }
 
 // ---- options (SPEC 12)
@@ -149,7 +149,7 @@ DCE_FN double rounded(uint64_t l0, uint64_t l1, uint64_t l2) {
   return negative ? -v : v;
 }
 // The mean over all classes of a row's losses. words: its sum of logits over all shards; loss, x_target: of the target, shifted.
-DCE_FN double mean_loss(const RowOptions& o, const int64_t* words, double loss, float x_target, int64_t columns) {
+DCE_FN double mean_loss(const RowOptions& o, const RowSums& r, const int64_t* words, double loss, float x_target, int64_t columns) {
   int64_t w[kLogitWords];
   for (int i = 0; i < kLogitWords; ++i) w[i] = words[i];
   carry_logit_words(w);
@@ -159,7 +159,9 @@ DCE_FN double mean_loss(const RowOptions& o, const int64_t* words, double loss, 
   if (infinite > 0) return static_cast<double>(from_bits(kInf32));
   const uint64_t w0 = static_cast<uint64_t>(w[0]), w1 = static_cast<uint64_t>(w[1]), w2 = static_cast<uint64_t>(w[2]), w3 = static_cast<uint64_t>(w[3]);
   const double b = mul64(rounded(w0 | w1 << 48, w1 >> 16 | w2 << 32, w2 >> 32 | w3 << 16), 0x1p-31);
-  return div(fma64(all, loss, fma64(all, static_cast<double>(x_target), -b)), static_cast<double>(columns));
+  // by the target's loss, which is good to its last bit where it is small, but not where it is so large that all would cancel
+  const double sum = r.kept ? fma64(all, loss, fma64(all, static_cast<double>(x_target), -b)) : fma64(all, log_sum(r, 0.0), -b);
+  return div(sum, static_cast<double>(columns));
 }
 
 // As the logits' own, where they are mapped; tgt: of the target's logit, y_target.
@@ -207,6 +209,7 @@ struct RowResult {
   RowState plain;   // inv, and p in place of tgt: the state of the lse
   double constant;  // with smoothing
   double inv;       // as it was before the map
+  double exact_denom;  // before its rounding
 };
 // The vocabulary's columns as summed words tell them: whether they lie side by side from 0 is for the tag to say.
 DCE_FN int64_t columns_of(const int64_t* words) { return words[kColumnsWord] & 0xFFFFFFFF; }
@@ -216,9 +219,9 @@ DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, 
                               const RowOptions& options) {
   const double nan64 = from_bits(uint64_t{0x7FF8000000000000});
   const float nan32 = from_bits(kNaN32);
-  RowResult out = {nan32, nan32, {nan64, nan64}, kOk, nan32, nan32, {nan64, nan64}, nan64, nan64};
+  RowResult out = {nan32, nan32, {nan64, nan64}, kOk, nan32, nan32, {nan64, nan64}, nan64, nan64, nan64};
   if (target == ignore_index) {
-    out = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}, 0.0, 0.0};
+    out = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}, 0.0, 0.0, 0.0};
     return out;
   }
   const bool has_target = target >= 0 && target < columns;
@@ -246,7 +249,8 @@ DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, 
   RowSums sums;
   out.status |= row_sums(words, max, has_target, y_target, sums);
   if (out.status & kBadDigits) return out;
-  out.denom = row_denom(sums, max);
+  out.exact_denom = row_denom(sums, max);
+  out.denom = static_cast<float>(out.exact_denom);
   const double lse = options.on ? row_lse(sums) : 0.0, z = options.on ? z_of(options, lse) : 0.0;
   out.lse = static_cast<float>(lse);
   out.z_loss = static_cast<float>(z);
@@ -261,7 +265,7 @@ DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, 
   const double weight = static_cast<double>(weight_of(options.weights, target));
   double weighted = mul64(weight, loss);
   if (options.smoothing != 0.0) {
-    const double mean = mean_loss(options, logit_words, loss, add32(y_target, -frame.shift), columns);
+    const double mean = mean_loss(options, sums, logit_words, loss, add32(y_target, -frame.shift), columns);
     weighted = fma64(options.smoothing, mean, mul64(add64(1.0, -options.smoothing), weighted));
     out.constant = constant_of(options, columns);
   }
@@ -308,7 +312,7 @@ DCE_FN void write_stats(const StatOutputs& out, int64_t row, const int64_t* digi
   carry_stat_words(words);
   const int64_t before = before_of(words[1]), high = words[1] - before * kBefore;
   const double sum = rounded(static_cast<uint64_t>(words[0]) | static_cast<uint64_t>(high) << 40, static_cast<uint64_t>(high >> 24), static_cast<uint64_t>(high >> 63));
-  const Split p = split(static_cast<double>(r.denom));
+  const Split p = split(r.exact_denom);
   const double k = static_cast<double>(p.k), log_denom = add64(fma64(k, kLn2Lo64, log_1p_f(add64(p.m, -1.0))), mul64(k, kLn2Hi64));
   out.entropy[row] = static_cast<float>(add64(log_denom, mul64(mul64(sum, 0x1p-43), r.inv)));
   const float top = from_bits(bits(mapped(map, row_max)) & 0x7FFFFFFFu), low = from_bits(bits(mapped(map, least)) & 0x7FFFFFFFu);

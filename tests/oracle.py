@@ -319,7 +319,8 @@ def _capped(x, sigma, kappa):
     for _ in range(2):
         j = fma32(-d, h, 1.0)
         h = fma32(h, j, h)
-    return mul32(-mul32(e, h), kappa)
+    t = mul32(e, h)
+    return mul32(-fma32(fma32(-t, d, e), h, t), kappa)
 
 
 def slope(y, kappa=None):
@@ -535,8 +536,8 @@ def significand(S, u):
 
 Final = namedtuple("Final", "loss denom state status")
 
-# A row before options and before anything is rounded to fp32: l, L and p of section 12, x'_t besides. L, denom and inv hold where the target alone is wrong.
-Settled = namedtuple("Settled", "status l L denom inv tgt p xp", defaults=(NAN,) * 7)
+# A row before options and before anything is rounded to fp32: l, L and p of section 12, x'_t, whether the target's term is kept, and L for c = 0 besides. L, denom and inv hold where the target alone is wrong.
+Settled = namedtuple("Settled", "status l L denom inv tgt p xp kept unshifted", defaults=(NAN,) * 9)
 
 
 def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
@@ -567,7 +568,7 @@ def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
     denom = scale64(div(s, exp_reduced(fr.Mp, fr.n_M)), ks - fr.n_M)
     m, k = split(s, ks)
     lower = fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0)))
-    L = add64(lower, fma64(float(k), LN2_HI, fr.c))
+    L, unshifted = (add64(lower, fma64(float(k), LN2_HI, c)) for c in (fr.c, 0.0))
     inv = scale64(ys, fr.n_M - ks)
     if not inside:
         return Settled("target", L=L, denom=denom, inv=inv)
@@ -580,7 +581,7 @@ def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
     else:
         l = add64(lower, fma64(float(k), LN2_HI, -add64(map_logit(x_t, sigma, kappa), -fr.c)))
         p = 0.0
-    return Settled("ok", l, L, denom, inv, scale64(-mul64(d, ys), kd - ks), p, xp)
+    return Settled("ok", l, L, denom, inv, scale64(-mul64(d, ys), kd - ks), p, xp, T > 0, unshifted)
 
 
 def finalize(words, row, t, M, V=None, ignore_index=-100, sigma=1.0, kappa=None):
@@ -733,7 +734,7 @@ def options(words, row, t, M, lam=0.0, weight=None, U=None, ignore_index=-100, e
         elif infinite > 0:
             mean = INF
         else:
-            mean = div(fma64(W, r.l, fma64(W, r.xp, -B)), V)
+            mean = div(fma64(W, r.l, fma64(W, r.xp, -B)) if r.kept else fma64(W, r.unshifted, -B), V)
         e = fma64(epsilon, mean, mul64(rest, e))
         O = 1.0 if weight is None else div(W, V)
         o = fma64(rest, w, mul64(epsilon, O))
@@ -849,7 +850,7 @@ def row_stats(stats, least, words, row, t, M, V=None, ignore_index=-100, sigma=1
         return RowStats(NAN, NAN, NAN, NAN, False)
     low, top = carry(stats, 1, 40)
     before, top = mark(top, 40)
-    m, k = split(rn(r.denom, "fp32"))
+    m, k = split(r.denom)
     log_denom = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), mul64(float(k), LN2_HI))
     fr = frame(M, sigma, kappa)
     spread = mul64(scale64(_round(low + (top << 40), 0, "fp64"), -43), r.inv)

@@ -59,7 +59,8 @@ struct Loops {
     const F minus_d = V::sub(V::set(-2.0f), e);
     F y = V::fma(V::fma(V::set(-kRecip2), minus_d, V::set(kRecip1)), V::sub(V::set(0.0f), minus_d), V::set(kRecip0));
     for (int i = 0; i < 2; ++i) y = V::fma(V::fma(minus_d, y, one), y, y);
-    const U magnitude = V::and_u(V::bits(V::mul(V::mul(e, y), V::set(m.cap))), V::set_u(0x7FFFFFFFu));
+    const F t = V::mul(e, y), refined = V::fma(V::fma(t, minus_d, e), y, t);
+    const U magnitude = V::and_u(V::bits(V::mul(refined, V::set(m.cap))), V::set_u(0x7FFFFFFFu));
     const F capped = V::from(V::or_u(magnitude, V::and_u(V::bits(x), V::set_u(0x80000000u))));
     return V::select(V::less(absolute(x), V::set(HUGE_VALF)), capped, x);
   }

@@ -67,8 +67,8 @@ def _number(name, value, expected, holds):
 
 
 def _positive(value):
-    """As float32."""
-    return 2.0**-149 <= value < 2.0**128 - 2.0**103
+    """And so far from the ends of float32 that products and quotients of two such are not beyond."""
+    return 2.0**-60 <= value <= 2.0**60
 
 
 def options(
@@ -94,8 +94,8 @@ def options(
             return None
     z_loss = _number("z_loss", z_loss, "a finite number, 0 or more", lambda x: 0 <= x < 2.0**128)
     label_smoothing = _number("label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
-    logit_scale = _number("logit_scale", logit_scale, "a positive float32", _positive)
-    softcap = 0.0 if softcap is None else _number("softcap", softcap, "a positive float32, or None", _positive)
+    logit_scale = _number("logit_scale", logit_scale, "2**-60 to 2**60", _positive)
+    softcap = 0.0 if softcap is None else _number("softcap", softcap, "2**-60 to 2**60, or None", _positive)
     if weight is not None:
         check.tensor("weight", weight, (torch.float32,), None if columns is None else (columns,), logits.device)
         if weight.dim() != 1:
