@@ -16,10 +16,12 @@ from .functional import (
     finalize_mean,
     forward,
     grad_logits,
+    grad_norm,
     logprobs,
     loss_digits,
     reduce_digits,
     rowmax,
+    square_digits,
 )
 
 spec_version = 1
@@ -50,6 +52,7 @@ __all__ = [
     "forward",
     "golden",
     "grad_logits",
+    "grad_norm",
     "layers",
     "logprobs",
     "loss_digits",
@@ -59,6 +62,7 @@ __all__ = [
     "rowmax",
     "self_test",
     "spec_version",
+    "square_digits",
     "transformer_engine",
     "vocab_parallel_cross_entropy",
 ]

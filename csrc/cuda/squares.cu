@@ -1,0 +1,197 @@
+// The exact sum of squares of a tensor (SPEC 14). A warp takes chunks of 16-byte vectors. What they have in common is a window of octaves that moves only where it must: as long
+// as every element of a chunk fits, a square is a few additions in fp32 and one or three products added in registers. Else the chunk is added again by integers, window by window.
+#include "../squares.h"
+#include "launch.h"
+
+namespace dce {
+namespace cuda {
+namespace {
+
+constexpr int kSquareThreads = 256;
+constexpr int kSquareBlocks = 4;  // a processor
+constexpr int kChunkVectors = 4;  // 16-byte loads in flight a thread
+constexpr unsigned kAll = 0xFFFFFFFFu;
+
+// Elements [first, first + kElements) of [0, count), and 0 where that is outside; data + first lies on 16 bytes.
+template <class T>
+struct Chunk {
+  static constexpr int kOwn = kChunkVectors * kVector<T>;  // elements a lane, 16 or 32
+  static constexpr int kElements = kOwn * kWarp;
+  const T* data;
+  int64_t first, count;
+  __device__ __forceinline__ bool whole() const { return first >= 0 && first + kElements <= count; }
+  __device__ __forceinline__ int64_t own(int i) const { return first + (i * kWarp + static_cast<int>(threadIdx.x % kWarp)) * kVector<T>; }  // of this lane's vector i
+  __device__ __forceinline__ Vector<T> load_whole(int i) const {
+    Vector<T> v;
+    v.raw = __ldcs(reinterpret_cast<const uint4*>(data + own(i)));
+    return v;
+  }
+  __device__ __forceinline__ Vector<T> load(int i) const {
+    if (whole()) return load_whole(i);
+    Vector<T> v;
+#pragma unroll
+    for (int j = 0; j < kVector<T>; ++j) {
+      const int64_t at = own(i) + j;
+      v.lane[j] = at >= 0 && at < count ? data[at] : narrow<T>(0.0f);
+    }
+    return v;
+  }
+  // Calls f(bits of |x|, its bit in a mask) for this lane's elements, read anew: what is rare is to take neither registers nor code.
+  template <class F>
+  __device__ __forceinline__ void for_each(const F& f) const {
+#pragma unroll 1
+    for (int i = 0; i < kChunkVectors; ++i) {
+      const Vector<T> v = load(i);
+#pragma unroll
+      for (int j = 0; j < kVector<T>; ++j) f(bits(widen(v.lane[j])) & 0x7FFFFFFFu, 1u << j << i * kVector<T>);
+    }
+  }
+};
+
+// A warp's sums to its block's words, in shared memory: below 2^32 to each of five.
+__device__ __forceinline__ void leave(const WindowSums& sums, const Window& w, int64_t* words) {
+  const WindowSums all = {warp_sum(sums.high), warp_sum(sums.cross), warp_sum(sums.low)};
+  if (threadIdx.x % kWarp != 0) return;
+  uint32_t part[kParts];
+  const int first = square_parts(window_total(all), 2 * w.low, part);
+#pragma unroll
+  for (int i = 0; i < kParts; ++i)
+    if (part[i] != 0) atomic_add(&words[first + i], part[i]);
+}
+
+// The position of the warp's greatest element among those that `left` marks; -1 if none is. They are finite and not 0.
+template <class T>
+__device__ __forceinline__ int greatest(const Chunk<T>& chunk, uint32_t left) {
+  uint32_t most = 0;
+  chunk.for_each([&](uint32_t b, uint32_t mark) { most = left & mark && b > most ? b : most; });
+  most = __reduce_max_sync(kAll, most);
+  return most == 0 ? -1 : significand(most).pos;
+}
+
+// Adds those of `left` that are in the window; returns the others.
+template <class T>
+__device__ __forceinline__ uint32_t add_in_window(const Chunk<T>& chunk, uint32_t left, const Window& w, WindowSums& sums) {
+  chunk.for_each([&](uint32_t b, uint32_t mark) {
+    const Significand x = significand(b);
+    if (!(left & mark) || !in_window(x, w)) return;
+    add_square(x, w, sums);
+    left &= ~mark;
+  });
+  return left;
+}
+
+// A chunk of any elements. The window moves to end with the greatest, and `sums` with it; what lies below goes to the words at once.
+template <class T>
+__device__ __forceinline__ void add_any(const Chunk<T>& chunk, Window& w, WindowSums& sums, int64_t* words) {
+  uint32_t left = 0;
+  int infinities = 0, nans = 0;
+  chunk.for_each([&](uint32_t b, uint32_t mark) {
+    left |= b != 0 && b < kInf32 ? mark : 0;
+    infinities += b == kInf32;
+    nans += b > kInf32;
+  });
+  infinities = __reduce_add_sync(kAll, infinities);
+  nans = __reduce_add_sync(kAll, nans);
+  if (threadIdx.x % kWarp == 0) {
+    if (infinities) atomic_add(&words[kInfinitiesWord], infinities);
+    if (nans) atomic_add(&words[kNaNsWord], nans);
+  }
+  int top = greatest(chunk, left);
+  if (top < 0) return;
+  const Window own = window_of(top);
+  if (own.low != w.low) {
+    leave(sums, w, words);
+    sums = {0, 0, 0};
+    w = own;
+  }
+  left = add_in_window(chunk, left, w, sums);
+#pragma unroll 1
+  while ((top = greatest(chunk, left)) >= 0) {
+    const Window lower = window_of(top);
+    WindowSums part = {0, 0, 0};
+    left = add_in_window(chunk, left, lower, part);
+    leave(part, lower, words);
+  }
+}
+
+// result: kSquareWords, and one that counts blocks, all 0 at first. The block that ends last carries.
+template <class T>
+__global__ void __launch_bounds__(kSquareThreads, kSquareBlocks) squares_kernel(const T* data, int64_t count, int64_t* result) {
+  __shared__ int64_t words[kSquareWords];  // those of the digits below 2^62: at most six additions below 2^32 a chunk and word
+  if (threadIdx.x < kSquareWords) words[threadIdx.x] = 0;
+  __syncthreads();
+  const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(data) / sizeof(T) % kVector<T>);  // elements that the first vector has before the tensor
+  constexpr int kWarps = kSquareThreads / kWarp, kMostChunks = kMostInWindow / Chunk<T>::kElements;
+  const int64_t chunks = (count + lead + Chunk<T>::kElements - 1) / Chunk<T>::kElements, stride = static_cast<int64_t>(gridDim.x) * kWarps;
+  Window w = window_of(0);
+  WindowSums sums = {0, 0, 0};
+  int added = 0;  // chunks
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarp; i < chunks; i += stride) {
+    const Chunk<T> chunk = {data, i * Chunk<T>::kElements - lead, count};
+    Vector<T> v[kChunkVectors];
+    if (chunk.whole()) {
+#pragma unroll
+      for (int j = 0; j < kChunkVectors; ++j) v[j] = chunk.load_whole(j);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kChunkVectors; ++j) v[j] = chunk.load(j);
+    }
+    WindowSums next = sums;
+    Quick seen;
+#pragma unroll
+    for (int j = 0; j < Chunk<T>::kOwn; ++j) add_square_quick<sizeof(T) == 4>(widen(v[j / kVector<T>].lane[j % kVector<T>]), w, next, seen);
+    if (__all_sync(kAll, all_fitted(seen, w))) {
+      sums = next;
+    } else {
+      add_any(chunk, w, sums, words);
+    }
+    if (++added == kMostChunks) {
+      leave(sums, w, words);
+      sums = {0, 0, 0};
+      added = 0;
+    }
+  }
+  leave(sums, w, words);
+  __syncthreads();
+  if (threadIdx.x < kSquareWords) {  // each word's upper half to the next, so that no sum over blocks wraps
+    const int i = threadIdx.x;
+    const int64_t own = i < kSquareDigits - 1 ? words[i] & 0xFFFFFFFF : words[i];
+    const int64_t below = i > 0 && i < kSquareDigits ? words[i - 1] >> 32 : 0;
+    if (own + below != 0) atomic_add(&result[i], own + below);
+  }
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x != 0 || atomicAdd(reinterpret_cast<unsigned*>(result + kSquareWords), 1u) != gridDim.x - 1) return;
+  __threadfence();
+  int64_t total[kSquareDigits];
+#pragma unroll
+  for (int i = 0; i < kSquareDigits; ++i) total[i] = __ldcg(&result[i]);
+  carry_squares(total);
+#pragma unroll
+  for (int i = 0; i < kSquareDigits; ++i) result[i] = total[i];
+}
+
+__global__ void square_norm_kernel(const int64_t* words, double* out) { *out = norm_of(words); }
+
+}  // namespace
+
+void square_digits(const void* data, Dtype dtype, int64_t count, int64_t* words, Context context) {
+  const cudaStream_t stream = stream_of(context);
+  check(cudaMemsetAsync(words, 0, (kSquareWords + 1) * sizeof(int64_t), stream), "cudaMemsetAsync");
+  if (count == 0) return;
+  with_dtype(dtype, [&](auto type) {
+    using T = decltype(type);
+    const int64_t most = static_cast<int64_t>(processors()) * kSquareBlocks, a_block = Chunk<T>::kElements * (kSquareThreads / kWarp);
+    const int64_t wanted = (count + kVector<T> + a_block - 1) / a_block;
+    squares_kernel<T><<<static_cast<unsigned>(wanted < most ? wanted : most), kSquareThreads, 0, stream>>>(static_cast<const T*>(data), count, words);
+  });
+  check(cudaGetLastError(), "square_digits");
+}
+
+void square_norm(const int64_t* words, double* out, Context context) {
+  square_norm_kernel<<<1, 1, 0, stream_of(context)>>>(words, out);
+  check(cudaGetLastError(), "grad_norm");
+}
+
+}  // namespace cuda
+}  // namespace dce
