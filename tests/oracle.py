@@ -20,6 +20,8 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     gradient_with(row, t, M, state, G, g_lse)   as gradient, with such a state
     weighed(words, targets, weight)             24 ints
     divide(words, by)                           the mean, by "count" or "weights"
+    square_words(values)                        21 ints, section 14
+    norm(words)                                 float
 
 `bits32(value)` and friends give the bit pattern to compare: every NaN is the canonical one.
 """
@@ -683,6 +685,29 @@ def divide(words, by):
         return NAN
     out = _round_ratio(-L if W < 0 else L, abs(W), "fp32")
     return out if out != 0 else 0.0
+
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact sum of squares (section 14)
+
+
+def square_words(values):
+    finite = [_dyadic(x) for x in values if _finite(x)]
+    Q = sum(m * m << 2 * (e + 149) if e >= -149 else m * m >> 2 * (-149 - e) for m, e in finite)
+    return [Q >> 32 * i & 0xFFFFFFFF for i in range(18)] + [Q >> 576, sum(abs(x) == INF for x in values), sum(x != x for x in values)]
+
+
+def norm(words):
+    if words[20] > 0:
+        return NAN
+    if words[19] > 0:
+        return INF
+    Q = sum(w << 32 * i for i, w in enumerate(words[:19]))
+    if Q < 0:
+        return NAN
+    root = math.isqrt(Q << 400)                                 # 200 bits more than the root of Q has, and one that stands for all the rest
+    return _round(root << 1 | (root * root != Q << 400), -149 - 201, "fp64")
 
 
 def f32(x):

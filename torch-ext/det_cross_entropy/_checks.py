@@ -143,8 +143,10 @@ def elements(value):
     _plain("tensor", value)
     if value.numel() >= MAX_ELEMENTS:
         raise ValueError(f"tensor: expected fewer than 2**40 elements, got {value.numel()}")
-    by_stride = sorted(range(value.dim()), key=value.stride, reverse=True)
-    return value.detach().permute(by_stride).reshape(-1).contiguous()
+    value = value.detach()
+    if not torch.compiler.is_compiling():  # which has no order of symbolic strides, and copies
+        value = value.permute(sorted(range(value.dim()), key=value.stride, reverse=True))
+    return value.reshape(-1).contiguous()
 
 
 def square_words(digits):
