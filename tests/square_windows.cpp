@@ -1,4 +1,4 @@
-// The arithmetic of csrc/squares.h that only a GPU uses, for tests/test_squares.py, with the steps of csrc/cuda/squares.cu. Reads `wide count` and `count` bit patterns of fp32 a
+// The arithmetic of csrc/squares.h that only a GPU uses, for tests/test_squares.py, in steps like those of csrc/cuda/squares.cu. Reads `wide count` and `count` bit patterns of fp32 a
 // chunk, 0 0 ends; prints the words of all chunks carried, then how many chunks were added quickly.
 #include <cinttypes>
 #include <cstdio>

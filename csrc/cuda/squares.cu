@@ -1,5 +1,5 @@
-// The exact sum of squares of a tensor (SPEC 14). A warp takes chunks of 16-byte vectors. What they have in common is a window of octaves that moves only where it must: as long
-// as every element of a chunk fits, a square is a few additions in fp32 and one or three products added in registers. Else the chunk is added again by integers, window by window.
+// The exact sum of squares of a tensor (SPEC 14). A warp takes chunks of 16-byte vectors, and has a window of octaves that moves only where it must: as long as every element of a
+// vector of each lane fits, a square is a few additions in fp32 and one or three products added in registers. Else these vectors are added again by integers, window by window.
 #include "../squares.h"
 #include "launch.h"
 
@@ -15,8 +15,7 @@ constexpr unsigned kAll = 0xFFFFFFFFu;
 // Elements [first, first + kElements) of [0, count), and 0 where that is outside; data + first lies on 16 bytes.
 template <class T>
 struct Chunk {
-  static constexpr int kOwn = kChunkVectors * kVector<T>;  // elements a lane, 16 or 32
-  static constexpr int kElements = kOwn * kWarp;
+  static constexpr int kElements = kChunkVectors * kVector<T> * kWarp;  // 512 or 1024
   const T* data;
   int64_t first, count;
   __device__ __forceinline__ bool whole() const { return first >= 0 && first + kElements <= count; }
@@ -36,17 +35,26 @@ struct Chunk {
     }
     return v;
   }
-  // Calls f(bits of |x|, its bit in a mask) for this lane's elements, read anew: what is rare is to take neither registers nor code.
-  template <class F>
-  __device__ __forceinline__ void for_each(const F& f) const {
-#pragma unroll 1
-    for (int i = 0; i < kChunkVectors; ++i) {
-      const Vector<T> v = load(i);
-#pragma unroll
-      for (int j = 0; j < kVector<T>; ++j) f(bits(widen(v.lane[j])) & 0x7FFFFFFFu, 1u << j << i * kVector<T>);
-    }
-  }
 };
+
+// Calls f(bits of |x|, j) for the elements of a vector.
+template <class T, class F>
+__device__ __forceinline__ void for_each(const Vector<T>& v, const F& f) {
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) f(bits(widen(v.lane[j])) & 0x7FFFFFFFu, j);
+}
+
+// Adds the warp's vectors and returns true, if all elements fit; else leaves the sums as they are.
+template <bool kWide, class T>
+__device__ __forceinline__ bool add_quick(const Vector<T>& v, const Window& w, WindowSums& sums) {
+  WindowSums next = sums;
+  Quick seen;
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) add_square_quick<kWide>(widen(v.lane[j]), w, next, seen);
+  const bool fit = __all_sync(kAll, all_fitted(seen, w));
+  if (fit) sums = next;
+  return fit;
+}
 
 // A warp's sums to its block's words, in shared memory: below 2^32 to each of five.
 __device__ __forceinline__ void leave(const WindowSums& sums, const Window& w, int64_t* words) {
@@ -61,32 +69,33 @@ __device__ __forceinline__ void leave(const WindowSums& sums, const Window& w, i
 
 // The position of the warp's greatest element among those that `left` marks; -1 if none is. They are finite and not 0.
 template <class T>
-__device__ __forceinline__ int greatest(const Chunk<T>& chunk, uint32_t left) {
+__device__ __forceinline__ int greatest(const Vector<T>& v, uint32_t left) {
   uint32_t most = 0;
-  chunk.for_each([&](uint32_t b, uint32_t mark) { most = left & mark && b > most ? b : most; });
+  for_each(v, [&](uint32_t b, int j) { most = left >> j & 1 && b > most ? b : most; });
   most = __reduce_max_sync(kAll, most);
   return most == 0 ? -1 : significand(most).pos;
 }
 
 // Adds those of `left` that are in the window; returns the others.
 template <class T>
-__device__ __forceinline__ uint32_t add_in_window(const Chunk<T>& chunk, uint32_t left, const Window& w, WindowSums& sums) {
-  chunk.for_each([&](uint32_t b, uint32_t mark) {
+__device__ __forceinline__ uint32_t add_in_window(const Vector<T>& v, uint32_t left, const Window& w, WindowSums& sums) {
+  for_each(v, [&](uint32_t b, int j) {
     const Significand x = significand(b);
-    if (!(left & mark) || !in_window(x, w)) return;
+    if (!(left >> j & 1) || !in_window(x, w)) return;
     add_square(x, w, sums);
-    left &= ~mark;
+    left &= ~(1u << j);
   });
   return left;
 }
 
-// A chunk of any elements. The window moves to end with the greatest, and `sums` with it; what lies below goes to the words at once.
+// The warp's vectors of any elements. The window moves to end with the greatest, and `sums` with it; what lies below goes to the words at once.
 template <class T>
-__device__ __forceinline__ void add_any(const Chunk<T>& chunk, Window& w, WindowSums& sums, int64_t* words) {
+__device__ __forceinline__ void add_any(const Vector<T>& v, Window& w, WindowSums& sums, int64_t* words) {
+  if (sizeof(T) == 2 && add_quick<true>(v, w, sums)) return;
   uint32_t left = 0;
   int infinities = 0, nans = 0;
-  chunk.for_each([&](uint32_t b, uint32_t mark) {
-    left |= b != 0 && b < kInf32 ? mark : 0;
+  for_each(v, [&](uint32_t b, int j) {
+    left |= static_cast<uint32_t>(b != 0 && b < kInf32) << j;
     infinities += b == kInf32;
     nans += b > kInf32;
   });
@@ -96,7 +105,7 @@ __device__ __forceinline__ void add_any(const Chunk<T>& chunk, Window& w, Window
     if (infinities) atomic_add(&words[kInfinitiesWord], infinities);
     if (nans) atomic_add(&words[kNaNsWord], nans);
   }
-  int top = greatest(chunk, left);
+  int top = greatest(v, left);
   if (top < 0) return;
   const Window own = window_of(top);
   if (own.low != w.low) {
@@ -104,12 +113,12 @@ __device__ __forceinline__ void add_any(const Chunk<T>& chunk, Window& w, Window
     sums = {0, 0, 0};
     w = own;
   }
-  left = add_in_window(chunk, left, w, sums);
+  left = add_in_window(v, left, w, sums);
 #pragma unroll 1
-  while ((top = greatest(chunk, left)) >= 0) {
+  while ((top = greatest(v, left)) >= 0) {
     const Window lower = window_of(top);
     WindowSums part = {0, 0, 0};
-    left = add_in_window(chunk, left, lower, part);
+    left = add_in_window(v, left, lower, part);
     leave(part, lower, words);
   }
 }
@@ -117,7 +126,7 @@ __device__ __forceinline__ void add_any(const Chunk<T>& chunk, Window& w, Window
 // result: kSquareWords, and one that counts blocks, all 0 at first. The block that ends last carries.
 template <class T>
 __global__ void __launch_bounds__(kSquareThreads, kSquareBlocks) squares_kernel(const T* data, int64_t count, int64_t* result) {
-  __shared__ int64_t words[kSquareWords];  // those of the digits below 2^62: at most six additions below 2^32 a chunk and word
+  __shared__ int64_t words[kSquareWords];  // those of the digits below 2^63: at most six additions below 2^32 a vector and word, of 2^33 vectors over at least 32 blocks
   if (threadIdx.x < kSquareWords) words[threadIdx.x] = 0;
   __syncthreads();
   const int lead = static_cast<int>(reinterpret_cast<uintptr_t>(data) / sizeof(T) % kVector<T>);  // elements that the first vector has before the tensor
@@ -136,15 +145,11 @@ __global__ void __launch_bounds__(kSquareThreads, kSquareBlocks) squares_kernel(
 #pragma unroll
       for (int j = 0; j < kChunkVectors; ++j) v[j] = chunk.load(j);
     }
-    WindowSums next = sums;
-    Quick seen;
+    uint32_t again = 0;  // vectors, the same in all lanes
 #pragma unroll
-    for (int j = 0; j < Chunk<T>::kOwn; ++j) add_square_quick<sizeof(T) == 4>(widen(v[j / kVector<T>].lane[j % kVector<T>]), w, next, seen);
-    if (__all_sync(kAll, all_fitted(seen, w))) {
-      sums = next;
-    } else {
-      add_any(chunk, w, sums, words);
-    }
+    for (int j = 0; j < kChunkVectors; ++j) again |= static_cast<uint32_t>(!add_quick<sizeof(T) == 4>(v[j], w, sums)) << j;
+#pragma unroll 1
+    for (; again != 0; again &= again - 1) add_any(chunk.load(__ffs(again) - 1), w, sums, words);  // read anew: what is rare takes no registers
     if (++added == kMostChunks) {
       leave(sums, w, words);
       sums = {0, 0, 0};
