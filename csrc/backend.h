@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "logit.h"
+
 namespace dce {
 
 enum class Dtype : int { kFloat32, kBFloat16, kFloat16 };
@@ -36,14 +38,27 @@ struct Weights {
   int64_t size;  // classes, [0, 2^31); the weight of any other is NaN
 };
 
-// What changes a row's loss and scale, and nothing of its sum (SPEC 12).
+// SPEC 12.
 struct RowOptions {
   bool on;        // false: none, and nothing below is looked at
   double z_loss;  // lambda, >= 0
   Weights weights;
-  int64_t padding;  // columns of the tensor after the valid ones: they may be read, and take no part
+  int64_t padding;   // columns of the tensor after the valid ones: they may be read, and take no part
+  double smoothing;  // epsilon, [0, 1]
+  const int64_t* weight_words;  // with smoothing and weights: the exact sum of those of all classes (csrc/sums.h)
+  LogitMap map;
 };
-constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}, 0};
+constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}, 0, 0.0, nullptr, kNoMap};
+// What of these a column's gradient depends on. on: anything.
+struct ColumnOptions {
+  bool on;
+  LogitMap map;
+  const float* weights;  // with smoothing, of each class; or null
+};
+constexpr ColumnOptions kPlainColumns = {false, kNoMap, nullptr};
+inline ColumnOptions columns_of(const RowOptions& o) {
+  return {o.on && (o.smoothing != 0.0 || !is_identity(o.map)), o.map, o.smoothing != 0.0 ? o.weights.data : nullptr};
+}
 
 // What a mean divides by.
 enum class Divisor : int {
@@ -56,20 +71,33 @@ enum class Divisor : int {
 struct RowOutputs {
   float* loss;
   float* denom;
-  double* state;  // two a row: inv, tgt; with options four: inv', tgt', inv, p
+  double* state;  // two a row: inv, tgt; with options four: inv', tgt', inv, p; with smoothing five: -epsilon / V (SPEC 12) too
   int32_t* status;
   float* lse;     // with options; else null
   float* z_loss;
 };
+constexpr int64_t state_width(const RowOptions& o) { return !o.on ? 2 : o.smoothing == 0.0 ? 4 : 5; }
 struct RowStates {
   const double* data;
-  int64_t width;  // 2 or 4 a row
+  int64_t width;  // 2, 4 or 5 a row
+};
+// Statistics, one a row (SPEC 13). entropy null: none are asked for.
+struct StatOutputs {
+  float *lse, *logprob, *entropy, *max_abs;
+  bool* hit;
 };
 
-// Memory of a batch. zeros: the words of its sums (csrc/sums.h) and what else must start as 0, zero_words() in all; digits: rows x 8 words.
+// Words of rows beside their digits (csrc/words.h); null where they are not wanted.
+struct RowWords {
+  int64_t* logits;  // rows x 4: sums of logits
+  int64_t* stats;   // rows x 2
+  uint32_t* least;  // rows: the least logit as 2^31 - 1 less its order image; 0: none
+};
+// Memory of a batch. zeros: the words of its sums (csrc/sums.h) and what else must start as 0, zero_words() in all; digits: rows x 8 words; words start as 0.
 struct Scratch {
   int64_t* zeros;
   int64_t* digits;
+  RowWords words;
 };
 
 // The one loss of a batch. out null: none is asked for. What a mean divides by is in the words of the batch already.
@@ -90,10 +118,22 @@ struct Upstream {
 
 #define DCE_BACKEND_FUNCTIONS(Context)                                                                                               \
   void row_max(const Logits&, const Shard&, float* out, Context);                                                                    \
-  void denom_digits(const Logits&, const float* row_max, const Shard&, int64_t* digits, Context);                                    \
+  void denom_digits(const Logits&, const float* row_max, const Shard&, const LogitMap&, int64_t* digits, Context);                   \
+  /* logit_words: rows x 4, with smoothing */                                                                                        \
+  void logit_digits(const Logits&, const float* row_max, const Shard&, const LogitMap&, const Weights&, int64_t* logit_words,        \
+                    Context);                                                                                                        \
+  void stat_digits(const Logits&, const Targets&, const float* row_max, const Shard&, const LogitMap&, int64_t* stat_words,          \
+                   Context);                                                                                                         \
+  /* above -inf, +inf if there is none */                                                                                            \
+  void row_least(const Logits&, const Targets& ignored, const Shard&, float* out, Context);                                          \
+  /* those of targets that the shard has, 0 for others */                                                                            \
+  void target_logits(const Logits&, const Targets&, const Shard&, float* out, Context);                                              \
   /* columns: of the vocabulary, or -1: what word 6 says */                                                                          \
-  void finalize(const int64_t* digits, const float* target_logits, const Targets&, const float* row_max, int64_t rows,               \
-                int64_t columns, const RowOptions&, const RowOutputs&, Context);                                                     \
+  void finalize(const int64_t* digits, const int64_t* logit_words, const float* target_logits, const Targets&, const float* row_max, \
+                int64_t rows, int64_t columns, const RowOptions&, const RowOutputs&, Context);                                       \
+  void finalize_stats(const int64_t* digits, const int64_t* stat_words, const float* least, const float* target_logits,              \
+                      const Targets&, const float* row_max, int64_t rows, int64_t columns, const LogitMap&, const StatOutputs&,      \
+                      Context);                                                                                                      \
   /* between ranks (ranks.h): images of maxima; from their maximum, the maxima and two words a row; from summed words, the targets   \
      that all ranks have, in the dtype of targets, and their logits */                                                               \
   void order_images(const float* x, int64_t rows, int32_t* image, Context);                                                          \
@@ -102,18 +142,18 @@ struct Upstream {
   void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets&, int64_t rows, void* settled,                   \
                       float* target_logits, Context);                                                                                \
   /* all stages over one tensor */                                                                                                   \
-  void forward(const Logits&, const Targets&, const RowOptions&, const Scratch&, float* row_max, const RowOutputs&, const Total&,    \
-               Context);                                                                                                             \
+  void forward(const Logits&, const Targets&, const RowOptions&, const Scratch&, float* row_max, const RowOutputs&,                  \
+               const StatOutputs&, const Total&, Context);                                                                           \
   /* forward, and the gradient for an upstream of 1, from one read of the logits where the device can. grad: rows at a distance of   \
      grad_stride elements */                                                                                                         \
   void forward_backward(const Logits&, const Targets&, const RowOptions&, const Scratch&, float* row_max, const RowOutputs&,         \
-                        const Total&, void* grad, int64_t grad_stride, Context);                                                     \
+                        const StatOutputs&, const Total&, void* grad, int64_t grad_stride, Context);                                 \
   /* grad may be the logits themselves */                                                                                            \
-  void backward(const Logits&, const Targets&, const float* row_max, const RowStates&, const Upstream&, const Shard&, void* grad,    \
-                int64_t grad_stride, Context);                                                                                       \
+  void backward(const Logits&, const Targets&, const float* row_max, const RowStates&, const Upstream&, const Shard&,                \
+                const ColumnOptions&, void* grad, int64_t grad_stride, Context);                                                     \
   /* the whole gradient again, if the one upstream value is not 1; decided on the device */                                          \
-  void backward_unless_one(const Logits&, const Targets&, const float* row_max, const RowStates&, const Upstream&, void* grad,       \
-                           int64_t grad_stride, Context);                                                                            \
+  void backward_unless_one(const Logits&, const Targets&, const float* row_max, const RowStates&, const Upstream&,                   \
+                           const ColumnOptions&, void* grad, int64_t grad_stride, Context);                                          \
   /* columns [lo, hi) of a gradient become +0 */                                                                                     \
   void zero_columns(void* grad, Dtype, int64_t rows, int64_t stride, int64_t lo, int64_t hi, Context);                               \
   /* how many words of Scratch must be 0 */                                                                                          \

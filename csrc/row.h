@@ -3,6 +3,7 @@
 
 #include "backend.h"
 #include "sums.h"
+#include "words.h"
 
 namespace dce {
 
@@ -59,7 +60,7 @@ struct RowSums {
   int32_t n_target;   // its exponent
   uint32_t p_target;  // and significand
 };
-// digits: of a row that is not degenerate, summed over all shards. x_target is looked at if has_target. Returns kOk or kBadDigits.
+// digits: of a row that is not degenerate, summed over all shards; row_max, x_target: as mapped. x_target is looked at if has_target. Returns kOk or kBadDigits.
 DCE_FN int32_t row_sums(const int64_t* digits, float row_max, bool has_target, float x_target, RowSums& out) {
   out.frame = row_frame(row_max);
   out.kept = false;
@@ -74,7 +75,6 @@ DCE_FN int32_t row_sums(const int64_t* digits, float row_max, bool has_target, f
   if (out.s.m == 0.0) return kBadDigits;
   out.s.k += unit;
   if (has_target) {
-    if (!(x_target <= row_max)) return kBadDigits;
     const float x = add32(x_target, -out.frame.shift);
     const Term e = term(x);
     out.n_target = term_exponent(e);
@@ -135,17 +135,62 @@ DCE_FN float weight_of(const Weights& w, int64_t target) {
   if (w.data == nullptr) return 1.0f;
   return target >= 0 && target < w.size ? w.data[target] : from_bits(kNaN32);
 }
-// inv', tgt'
-DCE_FN RowState scaled_state(const RowOptions& options, const RowState& state, double weight, double lse, double share) {
-  const double tgt = mul64(weight, state.tgt);
-  if (options.z_loss == 0.0) return {mul64(state.inv, weight), tgt};
-  const double slope = mul64(2.0, options.z_loss);
-  return {mul64(state.inv, fma64(slope, lse, weight)), fma64(mul64(slope, lse), share, tgt)};
+// W: the sum of the weights of all classes.
+DCE_FN double class_weight(const RowOptions& o, int64_t columns) { return o.weight_words != nullptr ? weight_sum(o.weight_words) : static_cast<double>(columns); }
+
+// RN64 of a signed integer of three 64-bit limbs, two's complement.
+DCE_FN double rounded(uint64_t l0, uint64_t l1, uint64_t l2) {
+  const bool negative = l2 >> 63;
+  if (negative) {
+    l0 = ~l0 + 1, l1 = ~l1 + (l0 == 0), l2 = ~l2 + (l0 == 0 && l1 == 0);
+  }
+  const Scaled s = leading(l0, l1, l2, 0);
+  const double v = mul64(s.m, pow2(s.k));
+  return negative ? -v : v;
 }
-// Of a row that has a target.
-DCE_FN RowState state_with(const RowOptions& options, const RowSums& r, int64_t target) {
+// The mean over all classes of a row's losses. words: its sum of logits over all shards; loss, x_target: of the target, shifted.
+DCE_FN double mean_loss(const RowOptions& o, const int64_t* words, double loss, float x_target, int64_t columns) {
+  int64_t w[kLogitWords];
+  for (int i = 0; i < kLogitWords; ++i) w[i] = words[i];
+  carry_logit_words(w);
+  const int64_t infinite = infinite_of(w[3]);
+  const double all = class_weight(o, columns);
+  if (is_nan(static_cast<float>(all))) return from_bits(uint64_t{0x7FF8000000000000});
+  if (infinite > 0) return static_cast<double>(from_bits(kInf32));
+  const uint64_t w0 = static_cast<uint64_t>(w[0]), w1 = static_cast<uint64_t>(w[1]), w2 = static_cast<uint64_t>(w[2]), w3 = static_cast<uint64_t>(w[3]);
+  const double b = mul64(rounded(w0 | w1 << 48, w1 >> 16 | w2 << 32, w2 >> 32 | w3 << 16), 0x1p-31);
+  return div(fma64(all, loss, fma64(all, static_cast<double>(x_target), -b)), static_cast<double>(columns));
+}
+
+// As the logits' own, where they are mapped; tgt: of the target's logit, y_target.
+DCE_FN RowState through_map(const LogitMap& map, const RowState& s, float y_target) {
+  if (is_identity(map)) return s;
+  const double scale = static_cast<double>(map.scale);
+  return {mul64(s.inv, scale), mul64(s.tgt, mul64(scale, static_cast<double>(slope_at(map, y_target))))};
+}
+// inv', tgt'
+DCE_FN RowState scaled_state(const RowOptions& o, const RowState& state, double weight, double lse, double share, float y_target, int64_t columns) {
+  double factor = weight, tgt = mul64(weight, state.tgt);
+  if (o.smoothing != 0.0) {
+    const double keep = add64(1.0, -o.smoothing), size = static_cast<double>(columns), mean = o.weight_words != nullptr ? div(weight_sum(o.weight_words), size) : 1.0;
+    factor = fma64(keep, weight, mul64(o.smoothing, mean));
+    tgt = fma64(o.smoothing, fma64(mean, share, -div(weight, size)), mul64(keep, tgt));
+  }
+  if (o.z_loss != 0.0) {
+    const double slope = mul64(2.0, o.z_loss);
+    factor = fma64(slope, lse, factor);
+    tgt = fma64(mul64(slope, lse), share, tgt);
+  }
+  return through_map(o.map, {mul64(state.inv, factor), tgt}, y_target);
+}
+// Of a row that has a target. y_target: its logit as mapped.
+DCE_FN RowState state_with(const RowOptions& options, const RowSums& r, int64_t target, float y_target, int64_t columns) {
   const RowState state = row_state(r);
-  return options.on ? scaled_state(options, state, static_cast<double>(weight_of(options.weights, target)), row_lse(r), target_share(r)) : state;
+  return options.on ? scaled_state(options, state, static_cast<double>(weight_of(options.weights, target)), row_lse(r), target_share(r), y_target, columns) : state;
+}
+// What a column's gradient has besides, with smoothing and for an upstream gradient of 1.
+DCE_FN double constant_of(const RowOptions& o, int64_t columns) {
+  return mul64(-div(o.smoothing, static_cast<double>(columns)), static_cast<double>(o.map.scale));
 }
 DCE_FN float canonical(double x) {
   const float y = static_cast<float>(x);
@@ -159,23 +204,27 @@ struct RowResult {
   int32_t status;
   // with options
   float lse, z_loss;
-  RowState plain;  // inv, and p in place of tgt: the state of the lse
+  RowState plain;   // inv, and p in place of tgt: the state of the lse
+  double constant;  // with smoothing
+  double inv;       // as it was before the map
 };
 // The vocabulary's columns as summed words tell them: whether they lie side by side from 0 is for the tag to say.
 DCE_FN int64_t columns_of(const int64_t* words) { return words[kColumnsWord] & 0xFFFFFFFF; }
 
-// words: the row's eight words summed over all shards. x_target is read only if the target is in [0, V) and not ignored.
-DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t target, float x_target, int64_t columns, int64_t ignore_index, const RowOptions& options) {
+// words: the row's eight words summed over all shards; logit_words: with smoothing, its four. x_target is read only if the target is in [0, V) and not ignored.
+DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, float row_max, int64_t target, float x_target, int64_t columns, int64_t ignore_index,
+                              const RowOptions& options) {
   const double nan64 = from_bits(uint64_t{0x7FF8000000000000});
   const float nan32 = from_bits(kNaN32);
-  RowResult out = {nan32, nan32, {nan64, nan64}, kOk, nan32, nan32, {nan64, nan64}};
+  RowResult out = {nan32, nan32, {nan64, nan64}, kOk, nan32, nan32, {nan64, nan64}, nan64, nan64};
   if (target == ignore_index) {
-    out = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}};
+    out = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}, 0.0, 0.0};
     return out;
   }
   const bool has_target = target >= 0 && target < columns;
+  const float max = options.on ? mapped(options.map, row_max) : row_max;
   if (!has_target) out.status |= kBadTarget;
-  if (is_degenerate(row_max)) out.status |= kDegenerate;
+  if (is_degenerate(row_max) || is_degenerate(max)) out.status |= kDegenerate;
   if (words[kColumnsWord] >> 32) {
     out.status |= kAboveMaximum;
   } else if (words[kColumnsWord] != columns) {
@@ -183,49 +232,88 @@ DCE_FN RowResult finalize_row(const int64_t* words, float row_max, int64_t targe
   }
   if (words[kTagWord] != shard_tag(row_max, 0, columns)) out.status |= kBadCover;
   if (out.status & ~kBadTarget) return out;
+  if (has_target && !(x_target <= row_max)) out.status |= kBadDigits;
+  const float y_target = options.on && has_target ? mapped(options.map, x_target) : x_target;
 
   // no row sums to less than its maximum's own term: the given maximum is above every logit
-  const RowFrame frame = row_frame(row_max);
+  const RowFrame frame = row_frame(max);
   int64_t rest[kDigits], own[kDigits] = {0, 0, 0, 0, 0, 0};
-  add_shifted(own, term_significand(term(add32(row_max, -frame.shift))), frame.n_max - frame.base);
+  add_shifted(own, term_significand(term(add32(max, -frame.shift))), frame.n_max - frame.base);
   for (int i = 0; i < kDigits; ++i) rest[i] = wrapping_sub(words[i], own[i]);
   carry(rest);
   if (rest[kDigits - 1] < 0) out.status |= kBadDigits;
 
   RowSums sums;
-  out.status |= row_sums(words, row_max, has_target, x_target, sums);
+  out.status |= row_sums(words, max, has_target, y_target, sums);
   if (out.status & kBadDigits) return out;
-  out.denom = row_denom(sums, row_max);
+  out.denom = row_denom(sums, max);
   const double lse = options.on ? row_lse(sums) : 0.0, z = options.on ? z_of(options, lse) : 0.0;
   out.lse = static_cast<float>(lse);
   out.z_loss = static_cast<float>(z);
+  out.inv = row_state(sums).inv;
   if (!has_target) return out;
-  const double loss = row_loss(sums, x_target);
+  const double loss = row_loss(sums, y_target);
   out.state = row_state(sums);
   if (!options.on) {
     out.loss = static_cast<float>(loss);
     return out;
   }
-  const double weight = static_cast<double>(weight_of(options.weights, target)), weighted = mul64(weight, loss);
+  const double weight = static_cast<double>(weight_of(options.weights, target));
+  double weighted = mul64(weight, loss);
+  if (options.smoothing != 0.0) {
+    const double mean = mean_loss(options, logit_words, loss, add32(y_target, -frame.shift), columns);
+    weighted = fma64(options.smoothing, mean, mul64(add64(1.0, -options.smoothing), weighted));
+    out.constant = constant_of(options, columns);
+  }
   out.loss = canonical(options.z_loss != 0.0 ? add64(weighted, z) : weighted);
-  out.plain = {out.state.inv, target_share(sums)};
-  out.state = scaled_state(options, out.state, weight, lse, out.plain.tgt);
+  const double share = target_share(sums);
+  out.plain = through_map(options.map, {out.state.inv, share}, y_target);
+  out.state = scaled_state(options, out.state, weight, lse, share, y_target, columns);
   return out;
 }
 
-DCE_FN void write_row(const RowOutputs& out, int64_t row, const RowResult& r) {
+DCE_FN void write_row(const RowOutputs& out, const RowOptions& options, int64_t row, const RowResult& r) {
   out.loss[row] = r.loss;
   out.denom[row] = r.denom;
   out.status[row] = r.status;
-  const bool on = out.lse != nullptr;
-  double* const state = out.state + (on ? 4 : 2) * row;
+  double* const state = out.state + state_width(options) * row;
   state[0] = r.state.inv;
   state[1] = r.state.tgt;
-  if (!on) return;
+  if (!options.on) return;
   state[2] = r.plain.inv;
   state[3] = r.plain.tgt;
+  if (options.smoothing != 0.0) state[4] = r.constant;
   out.lse[row] = r.lse;
   out.z_loss[row] = r.z_loss;
+}
+
+// ---- statistics (SPEC 13)
+
+DCE_FN const int64_t* row_words(const int64_t* logit_words, int64_t row) { return logit_words != nullptr ? logit_words + row * kLogitWords : nullptr; }
+
+// words, stat_words: the row's, summed over all shards; least: the least logit above -inf. The rest as in finalize_row.
+DCE_FN void write_stats(const StatOutputs& out, int64_t row, const int64_t* digits, const int64_t* stat_words, float row_max, float least, int64_t target, float x_target, int64_t columns,
+                        int64_t ignore_index, const LogitMap& map) {
+  const RowOptions only_map = {true, 0.0, {nullptr, 0}, 0, 0.0, nullptr, map};
+  const int64_t size = columns < 0 ? columns_of(digits) : columns;
+  const RowResult r = finalize_row(digits, nullptr, row_max, target, x_target, size, ignore_index, only_map);
+  const bool ignored = r.status & kIgnored, wrong = r.status & ~(kIgnored | kBadTarget);
+  const float none = ignored ? 0.0f : from_bits(kNaN32);
+  out.lse[row] = r.lse;
+  out.logprob[row] = r.loss > 0 ? -r.loss : r.loss;
+  out.hit[row] = false;
+  out.entropy[row] = out.max_abs[row] = none;
+  if (ignored || wrong) return;
+  int64_t words[kStatWords] = {stat_words[0], stat_words[1]};
+  carry_stat_words(words);
+  const int64_t before = before_of(words[1]), high = words[1] - before * kBefore;
+  const double sum = rounded(static_cast<uint64_t>(words[0]) | static_cast<uint64_t>(high) << 40, static_cast<uint64_t>(high >> 24), static_cast<uint64_t>(high >> 63));
+  const Split p = split(static_cast<double>(r.denom));
+  const double k = static_cast<double>(p.k), log_denom = add64(fma64(k, kLn2Lo64, log_1p_f(add64(p.m, -1.0))), mul64(k, kLn2Hi64));
+  out.entropy[row] = static_cast<float>(add64(log_denom, mul64(mul64(sum, 0x1p-43), r.inv)));
+  const float top = from_bits(bits(mapped(map, row_max)) & 0x7FFFFFFFu), low = from_bits(bits(mapped(map, least)) & 0x7FFFFFFFu);
+  out.max_abs[row] = top > low ? top : low;
+  out.hit[row] = !(r.status & kBadTarget) && x_target == row_max && before == 0;
 }
 
 // ---- targets
@@ -238,8 +326,9 @@ DCE_FN bool is_ignored(const Targets& t, int64_t row) { return t.data != nullptr
 // ---- gradient of a row (SPEC 7)
 
 struct RowScale {
-  float scale;   // of every column's a = P 2^-23 2^(n - n_max)
-  float target;  // the gradient at the target itself
+  float scale;     // of every column's a = P 2^-23 2^(n - n_max)
+  float target;    // the gradient at the target itself
+  float constant;  // with smoothing, what every other column gets besides; else -0, which adds nothing to any product, not even to its sign
 };
 // 1 for every row.
 DCE_FN Upstream upstream_one(const int64_t* sums, Divisor divisor) { return {nullptr, 0, divisor == Divisor::kOne ? nullptr : sums, divisor, nullptr, 0}; }
@@ -259,16 +348,20 @@ DCE_FN double upstream_of(const Upstream& u, int64_t row) {
 }
 DCE_FN RowState state_of(const RowStates& states, int64_t row) { return {states.data[states.width * row], states.data[states.width * row + 1]}; }
 DCE_FN RowScale row_scale(double upstream, const RowState& state) {
-  const RowScale out = {static_cast<float>(mul64(upstream, state.inv)), static_cast<float>(mul64(upstream, state.tgt))};
+  const RowScale out = {static_cast<float>(mul64(upstream, state.inv)), static_cast<float>(mul64(upstream, state.tgt)), -0.0f};
   return out;
 }
 DCE_FN RowScale row_scale_of(const Upstream& u, const RowStates& states, int64_t row) {
   const double g = upstream_of(u, row);
   const RowState state = state_of(states, row);
-  if (u.lse == nullptr) return row_scale(g, state);
+  RowScale out = row_scale(g, state);
+  const double* const more = states.data + states.width * row;
+  if (states.width == 5) out.constant = static_cast<float>(mul64(g, more[4]));
+  if (u.lse == nullptr) return out;
   const double l = static_cast<double>(u.lse[row * u.lse_stride]);
-  const double* const lse_state = states.data + states.width * row + 2;
-  return {static_cast<float>(fma64(l, lse_state[0], mul64(g, state.inv))), static_cast<float>(fma64(l, lse_state[1], mul64(g, state.tgt)))};
+  out.scale = static_cast<float>(fma64(l, more[2], mul64(g, state.inv)));
+  out.target = static_cast<float>(fma64(l, more[3], mul64(g, state.tgt)));
+  return out;
 }
 
 constexpr int kGradDepth = 125;  // octaves below n_max; a lower term's gradient is 0

@@ -1,4 +1,4 @@
-// The exact sum of squares of a tensor, 21 int64 words, and its root: docs/SPEC.md section 14.
+// The exact sum of squares of a tensor, 21 int64 words, and its root: docs/SPEC.md section 15.
 #pragma once
 
 #include "digits.h"

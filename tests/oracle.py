@@ -20,7 +20,7 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     gradient_with(row, t, M, state, G, g_lse)   as gradient, with such a state
     weighed(words, targets, weight)             24 ints
     divide(words, by)                           the mean, by "count" or "weights"
-    square_words(values)                        21 ints, section 14
+    square_words(values)                        21 ints, section 15
     norm(words)                                 float
 
 `bits32(value)` and friends give the bit pattern to compare: every NaN is the canonical one.
@@ -689,7 +689,7 @@ def divide(words, by):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Exact sum of squares (section 14)
+# Exact sum of squares (section 15)
 
 
 def square_words(values):

@@ -6,6 +6,7 @@
 #include <cfenv>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "loops.h"
@@ -84,20 +85,50 @@ void with_dtype(Dtype dtype, const F& f) {
 }
 
 template <class T>
-void digits_of(const T* x, int64_t n, float max, int64_t* digits) {
-  if (is_degenerate(max)) {
+void digits_of(const T* x, int64_t n, float max, const LogitMap& map, int64_t* digits) {
+  if (is_degenerate(max, map)) {
     if (max < 0) digits[kColumnsWord] += loops_for(T{}).count_above(x, n, max) * kOneFault;
   } else {
-    digits[kColumnsWord] += loops_for(T{}).digits_checked(x, n, row_frame(max), max, digits) * kOneFault;
+    digits[kColumnsWord] += loops_for(T{}).digits_checked(x, n, row_frame(mapped(map, max)), map, max, digits) * kOneFault;
   }
 }
 
+// The logit of a row's target, 0 if the tensor has none.
 template <class T>
-void finalize_one(const int64_t* digits, const Logits& logits, const Targets& targets, const RowOptions& options, float max, const RowOutputs& out, int64_t row) {
+float target_logit(const Logits& logits, const Targets& targets, int64_t row) {
   const int64_t target = target_at(targets, row);
   const bool readable = target >= 0 && target < logits.columns && target != targets.ignore_index;
-  const float x = readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
-  write_row(out, row, finalize_row(digits, max, target, x, logits.columns, targets.ignore_index, options));
+  return readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
+}
+
+template <class T>
+void finalize_one(const int64_t* digits, const int64_t* logit_words, const Logits& logits, const Targets& targets, const RowOptions& options, float max, const RowOutputs& out,
+                  int64_t row) {
+  const float x = target_logit<T>(logits, targets, row);
+  write_row(out, options, row, finalize_row(digits, logit_words, max, target_at(targets, row), x, logits.columns, targets.ignore_index, options));
+}
+
+// Calls body(x, n, row, begin, words) for each piece of each row that is not ignored: n columns at x, the first of which is column `begin` of the tensor, and
+// kCount words of its own, 0 at first. Then done(words, row) with the sum of the pieces' words.
+template <int kCount, class Body, class Done>
+void by_pieces(const Logits& logits, const Targets& ignored, const Shard& shard, const Body& body, const Done& done) {
+  const int64_t n = shard.hi - shard.lo;
+  const Cut cut(logits.rows, n);
+  std::vector<int64_t> part(logits.rows * cut.pieces * kCount, 0);
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
+      const int64_t row = i / cut.pieces, begin = shard.lo + i % cut.pieces * cut.length, left = shard.hi - begin;
+      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + begin;
+      if (left > 0 && !is_ignored(ignored, row)) body(x, left < cut.length ? left : cut.length, row, begin, &part[i * kCount]);
+    });
+  });
+  for (int64_t row = 0; row < logits.rows; ++row) {
+    int64_t words[kCount] = {};
+    for (int64_t piece = 0; piece < cut.pieces; ++piece)
+      for (int i = 0; i < kCount; ++i) words[i] = wrapping_add(words[i], part[(row * cut.pieces + piece) * kCount + i]);
+    done(words, row);
+  }
 }
 
 }  // namespace
@@ -124,44 +155,109 @@ void row_max_of(const Logits& logits, const Targets& ignored, const Shard& shard
   for (int64_t row = 0; row < logits.rows; ++row) out[row] = from_order_image(image[row * cut.pieces]);
 }
 
-void digits_of_rows(const Logits& logits, const Targets& ignored, const float* row_max, const Shard& shard, int64_t* digits) {
+void digits_of_rows(const Logits& logits, const Targets& ignored, const float* row_max, const Shard& shard, const LogitMap& map, int64_t* digits) {
   const int64_t n = shard.hi - shard.lo;
-  const Cut cut(logits.rows, n);
-  std::vector<int64_t> part(logits.rows * cut.pieces * kWords, 0);
-  with_dtype(logits.dtype, [&](auto type) {
-    using T = decltype(type);
-    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
-      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
-      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0 && !is_ignored(ignored, row)) digits_of(x, left < cut.length ? left : cut.length, canonical_max(row_max[row]), &part[i * kWords]);
-    });
-  });
-  for (int64_t row = 0; row < logits.rows; ++row) {
-    int64_t* words = digits + row * kWords;
-    std::memset(words, 0, kWords * sizeof(int64_t));
-    if (n == 0) continue;
-    for (int64_t piece = 0; piece < cut.pieces; ++piece)
-      for (int i = 0; i < kWords; ++i) words[i] += part[(row * cut.pieces + piece) * kWords + i];
-    carry(words);
-    words[kColumnsWord] += n;
-    words[kTagWord] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi);
-  }
+  by_pieces<kWords>(
+      logits, ignored, shard,
+      [&](const auto* x, int64_t count, int64_t row, int64_t, int64_t* words) { digits_of(x, count, canonical_max(row_max[row]), map, words); },
+      [&](int64_t* words, int64_t row) {
+        if (n > 0) {
+          carry(words);
+          words[kColumnsWord] += n;
+          words[kTagWord] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi);
+        }
+        std::memcpy(digits + row * kWords, words, kWords * sizeof(int64_t));
+      });
+}
+
+void logit_digits_of(const Logits& logits, const Targets& ignored, const float* row_max, const Shard& shard, const LogitMap& map, const Weights& weights, int64_t* logit_words) {
+  by_pieces<kLogitWords>(
+      logits, ignored, shard,
+      [&](const auto* x, int64_t n, int64_t row, int64_t begin, int64_t* words) {
+        using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
+        const float max = canonical_max(row_max[row]);
+        if (is_degenerate(max, map)) return;
+        loops_for(T{}).logit_sum(x, n, row_shift(mapped(map, max)), map, max, weights.data != nullptr ? weights.data + shard.start + begin : nullptr, words);
+      },
+      [&](int64_t* words, int64_t row) {
+        canonical_logit_words(words);
+        std::memcpy(logit_words + row * kLogitWords, words, kLogitWords * sizeof(int64_t));
+      });
 }
 
 }  // namespace
 
 void row_max(const Logits& logits, const Shard& shard, float* out, Context) { row_max_of(logits, kNoTargets, shard, out); }
 
-void denom_digits(const Logits& logits, const float* row_max, const Shard& shard, int64_t* digits, Context) {
-  digits_of_rows(logits, kNoTargets, row_max, shard, digits);
+void denom_digits(const Logits& logits, const float* row_max, const Shard& shard, const LogitMap& map, int64_t* digits, Context) {
+  digits_of_rows(logits, kNoTargets, row_max, shard, map, digits);
 }
 
-void finalize(const int64_t* digits, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns, const RowOptions& options,
-              const RowOutputs& out, Context) {
+void logit_digits(const Logits& logits, const float* row_max, const Shard& shard, const LogitMap& map, const Weights& weights, int64_t* logit_words, Context) {
+  logit_digits_of(logits, kNoTargets, row_max, shard, map, weights, logit_words);
+}
+
+void row_least(const Logits& logits, const Targets& ignored, const Shard& shard, float* out, Context) {
+  const int64_t n = shard.hi - shard.lo;
+  const Cut cut(logits.rows, n);
+  std::vector<float> least(logits.rows * cut.pieces, HUGE_VALF);
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
+      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
+      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
+      if (left > 0 && !is_ignored(ignored, row)) least[i] = loops_for(T{}).least(x, left < cut.length ? left : cut.length);
+    });
+  });
+  for (int64_t row = 0; row < logits.rows; ++row) {
+    float all = HUGE_VALF;
+    for (int64_t piece = 0; piece < cut.pieces; ++piece) all = least[row * cut.pieces + piece] < all ? least[row * cut.pieces + piece] : all;
+    out[row] = canonical_max(all);
+  }
+}
+
+void stat_digits(const Logits& logits, const Targets& targets, const float* row_max, const Shard& shard, const LogitMap& map, int64_t* stat_words, Context) {
+  by_pieces<kStatWords>(
+      logits, targets, shard,
+      [&](const auto* x, int64_t n, int64_t row, int64_t begin, int64_t* words) {
+        using T = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
+        const float max = canonical_max(row_max[row]);
+        if (is_degenerate(max, map)) return;
+        const int64_t before = target_at(targets, row) - shard.start - begin;
+        const bool in_range = target_at(targets, row) >= 0;
+        loops_for(T{}).stats(x, n, row_frame(mapped(map, max)), map, max, !in_range || before < 0 ? 0 : before < n ? before : n, words);
+      },
+      [&](int64_t* words, int64_t row) {
+        canonical_stat_words(words);
+        std::memcpy(stat_words + row * kStatWords, words, kStatWords * sizeof(int64_t));
+      });
+}
+
+void target_logits(const Logits& logits, const Targets& targets, const Shard& shard, float* out, Context) {
+  with_dtype(logits.dtype, [&](auto type) {
+    using T = decltype(type);
+    for (int64_t row = 0; row < logits.rows; ++row) {
+      const int64_t column = own_column(targets, shard, row);
+      out[row] = column < 0 ? 0.0f : widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]);
+    }
+  });
+}
+
+void finalize(const int64_t* digits, const int64_t* logit_words, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows, int64_t columns,
+              const RowOptions& options, const RowOutputs& out, Context) {
   parallel(rows, 64, [&](int64_t row) {
     const int64_t* words = digits + row * kWords;
     const int64_t size = columns < 0 ? columns_of(words) : columns;
-    write_row(out, row, finalize_row(words, canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index, options));
+    write_row(out, options, row,
+              finalize_row(words, row_words(logit_words, row), canonical_max(row_max[row]), target_at(targets, row), target_logits[row], size, targets.ignore_index, options));
+  });
+}
+
+void finalize_stats(const int64_t* digits, const int64_t* stat_words, const float* least, const float* target_logits, const Targets& targets, const float* row_max, int64_t rows,
+                    int64_t columns, const LogitMap& map, const StatOutputs& out, Context) {
+  parallel(rows, 64, [&](int64_t row) {
+    write_stats(out, row, digits + row * kWords, stat_words + row * kStatWords, canonical_max(row_max[row]), least[row], target_at(targets, row), target_logits[row], columns,
+                targets.ignore_index, map);
   });
 }
 
@@ -194,38 +290,48 @@ namespace {
 
 // The gradient of a stretch of a row that begins at column `begin` of the vocabulary.
 template <class T>
-void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t ignore_index, float max, RowScale f, T* to) {
+void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t ignore_index, float max, RowScale f, const ColumnOptions& columns, T* to) {
   if (target == ignore_index) {
     std::memset(to, 0, n * sizeof(T));
   } else if (!is_finite(f.scale)) {
     for (int64_t j = 0; j < n; ++j) narrow(from_bits(kNaN32), to[j]);
   } else {
-    loops_for(T{}).gradient(x, to, n, row_frame(max), f.scale);
+    if (columns.on) {
+      loops_for(T{}).gradient_with(x, to, n, row_frame(mapped(columns.map, max)), f, columns.map, columns.weights != nullptr ? columns.weights + begin : nullptr);
+    } else {
+      loops_for(T{}).gradient(x, to, n, row_frame(max), f.scale);
+    }
     if (target >= begin && target - begin < n) narrow(f.target, to[target - begin]);
   }
 }
 
-// Forward, row by row while it is in the cache; and the gradient, if grad is not null.
-void rows_in_one(const Logits& logits, const Targets& targets, const RowOptions& options, float* row_max_out, const RowOutputs& out, const Upstream& upstream, void* grad,
-                 int64_t grad_stride) {
-  const RowStates states = {out.state, options.on ? 4 : 2};
+// Forward, row by row while it is in the cache; and the gradient, if grad is not null; the digits are kept if there is where.
+void rows_in_one(const Logits& logits, const Targets& targets, const RowOptions& options, int64_t* scratch_digits, float* row_max_out, const RowOutputs& out, const Upstream& upstream,
+                 void* grad, int64_t grad_stride) {
+  const RowStates states = {out.state, state_width(options)};
+  const ColumnOptions columns = columns_of(options);
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
     parallel(logits.rows, logits.columns, [&](int64_t row) {
-      int64_t words[kWords] = {0, 0, 0, 0, 0, 0, 0, 0};
+      int64_t words[kWords] = {0, 0, 0, 0, 0, 0, 0, 0}, logit_words[kLogitWords] = {0, 0, 0, 0};
       float max = -HUGE_VALF;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride;
       const int64_t target = target_at(targets, row);
       if (target != targets.ignore_index) {
         max = from_order_image(loops_for(T{}).max_image(x, logits.columns));
-        if (!is_degenerate(max)) loops_for(T{}).digits(x, logits.columns, row_frame(max), words);
+        if (!is_degenerate(max, options.map)) {
+          const RowFrame frame = row_frame(mapped(options.map, max));
+          loops_for(T{}).digits(x, logits.columns, frame, options.map, words);
+          if (options.smoothing != 0.0) loops_for(T{}).logit_sum(x, logits.columns, frame.shift, options.map, max, options.weights.data, logit_words);
+        }
         words[kColumnsWord] = logits.columns;
         words[kTagWord] = shard_tag(max, 0, logits.columns);
       }
       row_max_out[row] = max;
-      finalize_one<T>(words, logits, targets, options, max, out, row);
+      finalize_one<T>(words, logit_words, logits, targets, options, max, out, row);
+      if (scratch_digits != nullptr) std::memcpy(scratch_digits + row * kWords, words, sizeof(words));
       if (grad == nullptr) return;
-      gradient_of(x, logits.columns, 0, target, targets.ignore_index, max, row_scale_of(upstream, states, row), static_cast<T*>(grad) + row * grad_stride);
+      gradient_of(x, logits.columns, 0, target, targets.ignore_index, max, row_scale_of(upstream, states, row), columns, static_cast<T*>(grad) + row * grad_stride);
     });
   });
 }
@@ -237,35 +343,45 @@ namespace {
 void rows_in_pieces(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out) {
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max_out);
-  digits_of_rows(logits, targets, row_max_out, whole, scratch.digits);
+  digits_of_rows(logits, targets, row_max_out, whole, options.map, scratch.digits);
+  if (options.smoothing != 0.0) logit_digits_of(logits, targets, row_max_out, whole, options.map, options.weights, scratch.words.logits);
   with_dtype(logits.dtype, [&](auto type) {
     parallel(logits.rows, 64, [&](int64_t row) {
-      finalize_one<decltype(type)>(scratch.digits + row * kWords, logits, targets, options, canonical_max(row_max_out[row]), out, row);
+      finalize_one<decltype(type)>(scratch.digits + row * kWords, row_words(scratch.words.logits, row), logits, targets, options, canonical_max(row_max_out[row]), out, row);
     });
   });
 }
 
 }  // namespace
 
-void forward(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const Total& total,
-             Context context) {
-  forward_backward(logits, targets, options, scratch, row_max_out, out, total, nullptr, 0, context);
+void forward(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out, const StatOutputs& stats,
+             const Total& total, Context context) {
+  forward_backward(logits, targets, options, scratch, row_max_out, out, stats, total, nullptr, 0, context);
 }
 
 void forward_backward(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max_out, const RowOutputs& out,
-                      const Total& total, void* grad, int64_t grad_stride, Context context) {
+                      const StatOutputs& stats, const Total& total, void* grad, int64_t grad_stride, Context context) {
   const Upstream one = upstream_one(scratch.zeros, total.divisor);
+  const Shard whole = {0, logits.columns, 0};
+  const bool has_stats = stats.entropy != nullptr;
   if (Cut(logits.rows, logits.columns).pieces == 1) {
-    rows_in_one(logits, targets, options, row_max_out, out, one, grad, grad_stride);
+    rows_in_one(logits, targets, options, has_stats ? scratch.digits : nullptr, row_max_out, out, one, grad, grad_stride);
   } else {
     rows_in_pieces(logits, targets, options, scratch, row_max_out, out);
-    if (grad != nullptr) backward(logits, targets, row_max_out, {out.state, options.on ? 4 : 2}, one, {0, logits.columns, 0}, grad, grad_stride, context);
+    if (grad != nullptr) backward(logits, targets, row_max_out, {out.state, state_width(options)}, one, whole, columns_of(options), grad, grad_stride, context);
+  }
+  if (has_stats) {
+    std::vector<float> least(logits.rows), of_targets(logits.rows);
+    row_least(logits, targets, whole, least.data(), context);
+    stat_digits(logits, targets, row_max_out, whole, options.map, scratch.words.stats, context);
+    target_logits(logits, targets, whole, of_targets.data(), context);
+    finalize_stats(scratch.digits, scratch.words.stats, least.data(), of_targets.data(), targets, row_max_out, logits.rows, logits.columns, options.map, stats, context);
   }
   if (total.out != nullptr) reduce_losses(out.loss, targets, logits.rows, scratch.zeros, total, context);
 }
 
-void backward(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, const Shard& shard, void* grad, int64_t grad_stride,
-              Context) {
+void backward(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, const Shard& shard, const ColumnOptions& columns,
+              void* grad, int64_t grad_stride, Context) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   with_dtype(logits.dtype, [&](auto type) {
@@ -275,15 +391,15 @@ void backward(const Logits& logits, const Targets& targets, const float* row_max
       if (left <= 0) return;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
       const RowScale f = row_scale_of(upstream, states, row);
-      gradient_of(x, left < cut.length ? left : cut.length, shard.start + shard.lo + begin, target_at(targets, row), targets.ignore_index, row_max[row], f,
+      gradient_of(x, left < cut.length ? left : cut.length, shard.start + shard.lo + begin, target_at(targets, row), targets.ignore_index, row_max[row], f, columns,
                   static_cast<T*>(grad) + row * grad_stride + begin);
     });
   });
 }
 
-void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, void* grad, int64_t grad_stride,
-                         Context context) {
-  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, states, upstream, {0, logits.columns, 0}, grad, grad_stride, context);
+void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, const ColumnOptions& columns, void* grad,
+                         int64_t grad_stride, Context context) {
+  if (*upstream.grad != 1.0f) backward(logits, targets, row_max, states, upstream, {0, logits.columns, 0}, columns, grad, grad_stride, context);
 }
 
 void zero_columns(void* grad, Dtype dtype, int64_t rows, int64_t stride, int64_t lo, int64_t hi, Context) {

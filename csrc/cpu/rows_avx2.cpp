@@ -55,6 +55,8 @@ struct Avx2 {
   DCE_FN U bits(F v) { return _mm256_castps_si256(v); }
   DCE_FN F from(U v) { return _mm256_castsi256_ps(v); }
   DCE_FN U add_u(U a, U b) { return _mm256_add_epi32(a, b); }
+  DCE_FN U and_u(U a, U b) { return _mm256_and_si256(a, b); }
+  DCE_FN U or_u(U a, U b) { return _mm256_or_si256(a, b); }
   DCE_FN U sub_u(U a, U b) { return _mm256_sub_epi32(a, b); }
   template <int k>
   DCE_FN U shift_left(U v) { return _mm256_slli_epi32(v, k); }

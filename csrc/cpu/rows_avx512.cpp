@@ -56,6 +56,8 @@ struct Avx512 {
   DCE_FN U bits(F v) { return _mm512_castps_si512(v); }
   DCE_FN F from(U v) { return _mm512_castsi512_ps(v); }
   DCE_FN U add_u(U a, U b) { return _mm512_add_epi32(a, b); }
+  DCE_FN U and_u(U a, U b) { return _mm512_and_si512(a, b); }
+  DCE_FN U or_u(U a, U b) { return _mm512_or_si512(a, b); }
   DCE_FN U sub_u(U a, U b) { return _mm512_sub_epi32(a, b); }
   template <int k>
   DCE_FN U shift_left(U v) { return _mm512_slli_epi32(v, k); }

@@ -35,6 +35,8 @@ struct Portable {
   DCE_FN U bits(F v) { return dce::bits(v); }
   DCE_FN F from(U v) { return from_bits(v); }
   DCE_FN U add_u(U a, U b) { return a + b; }
+  DCE_FN U and_u(U a, U b) { return a & b; }
+  DCE_FN U or_u(U a, U b) { return a | b; }
   DCE_FN U sub_u(U a, U b) { return a - b; }
   template <int k>
   DCE_FN U shift_left(U v) { return v << k; }

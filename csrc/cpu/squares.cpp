@@ -1,4 +1,4 @@
-// The exact sum of squares of a tensor on the CPU (SPEC 14): squares of one exponent add up in one bin.
+// The exact sum of squares of a tensor on the CPU (SPEC 15): squares of one exponent add up in one bin.
 #include "../squares.h"
 
 #include <torch/csrc/stable/ops.h>

@@ -1,4 +1,4 @@
-// The exact sum of squares of a tensor (SPEC 14). A warp takes chunks of 16-byte vectors, and has a window of octaves that moves only where it must: as long as every element of a
+// The exact sum of squares of a tensor (SPEC 15). A warp takes chunks of 16-byte vectors, and has a window of octaves that moves only where it must: as long as every element of a
 // vector of each lane fits, a square is a few additions in fp32 and one or three products added in registers. Else these vectors are added again by integers, window by window.
 #include "../squares.h"
 #include "launch.h"

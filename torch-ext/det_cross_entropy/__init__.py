@@ -4,7 +4,7 @@ The specification of every bit is docs/SPEC.md of the repository; ``spec_version
 """
 
 from . import _registration  # noqa: F401  (fake kernels and autograd formulas of the ops)
-from . import audit, curve, distributed, golden, layers, megatron, transformer_engine
+from . import audit, curve, distributed, golden, layers, megatron, stats, transformer_engine
 from .audit import SelfTest, digest, self_test
 from .curve import LossCurve
 from .distributed import data_parallel_cross_entropy, reduce_losses, vocab_parallel_cross_entropy
@@ -14,15 +14,19 @@ from .functional import (
     denom_digits,
     finalize,
     finalize_mean,
+    finalize_stats,
     forward,
     grad_logits,
     grad_norm,
+    logit_digits,
     logprobs,
     loss_digits,
     reduce_digits,
     rowmax,
     square_digits,
+    stat_digits,
 )
+from .stats import LossStats, RowStats
 
 spec_version = 1
 
@@ -37,6 +41,8 @@ def __getattr__(name):
 
 __all__ = [
     "LossCurve",
+    "LossStats",
+    "RowStats",
     "SelfTest",
     "audit",
     "carry_digits",
@@ -49,11 +55,13 @@ __all__ = [
     "dtensor",
     "finalize",
     "finalize_mean",
+    "finalize_stats",
     "forward",
     "golden",
     "grad_logits",
     "grad_norm",
     "layers",
+    "logit_digits",
     "logprobs",
     "loss_digits",
     "megatron",
@@ -63,6 +71,8 @@ __all__ = [
     "self_test",
     "spec_version",
     "square_digits",
+    "stat_digits",
+    "stats",
     "transformer_engine",
     "vocab_parallel_cross_entropy",
 ]

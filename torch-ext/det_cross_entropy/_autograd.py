@@ -8,12 +8,12 @@ from ._registration import MEAN, NONE, gradient_with_options
 FUSED, SEPARATE, IN_PLACE = range(3)  # where the gradient is made: with the loss; from the logits, in backward; there, over the logits
 
 
-def _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse=None, valid_vocab=0):
+def _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse=None, valid_vocab=0, of_gradient=(None, 1.0, 0.0)):
     """The gradient, in the memory of the logits."""
     if torch.is_grad_enabled():
         raise NotImplementedError("inplace_backward: the gradient cannot be differentiated (create_graph=True)")
     grad = logits.detach()
-    ops.grad_over_logits(grad[:, :valid_vocab] if valid_vocab else grad, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse)
+    ops.grad_over_logits(grad[:, :valid_vocab] if valid_vocab else grad, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse, *of_gradient)
     if valid_vocab:
         grad[:, valid_vocab:] = 0
     # whoever else saved the logits for backward, a second backward of this loss included, now gets autograd's error and not the gradient
@@ -54,19 +54,18 @@ class Loss(torch.autograd.Function):
 
 
 class LossWithOptions(torch.autograd.Function):
-    """(loss, lse); rowmax, denom, status, z_loss of the rows and the words of the batch are put into the list ``rows``."""
+    """(loss, lse); status and z_loss of the rows, the words of the batch and the statistics are put into the list ``rows``."""
 
     @staticmethod
     def forward(ctx, logits, targets, reduction, ignore_index, how, rows, options):
         op = ops.cross_entropy_grad_with_options if how == FUSED else ops.cross_entropy_with_options
-        arguments = logits, targets, reduction, ignore_index, options.z_loss, options.weight, options.num_items, options.valid_vocab
-        out, rowmax, denom, state, sums, status, lse, z_loss, *grad = op(*arguments)
+        out, rowmax, _, state, sums, status, lse, z_loss, logprob, entropy, max_abs, hit, *grad = op(logits, targets, reduction, ignore_index, *options.of_loss)
         ctx.grad_of_one = grad[0] if grad else None  # as in Loss, and for no upstream gradient of lse
         ctx.save_for_backward(logits, targets)
         ctx.state = rowmax, state, sums if reduction == MEAN else None, ignore_index
         ctx.options, ctx.in_place = options, how == IN_PLACE
         ctx.set_materialize_grads(False)
-        rows += rowmax, denom, status, z_loss, sums
+        rows += status, z_loss, sums, (logprob, entropy, max_abs, hit)
         return out, lse
 
     @staticmethod
@@ -80,11 +79,11 @@ class LossWithOptions(torch.autograd.Function):
         if ctx.in_place:
             if grad_out is None:
                 grad_out, sums = grad_lse.new_zeros(()), None
-            grad = _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse, valid_vocab)
+            grad = _over_logits(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse, valid_vocab, ctx.options.of_gradient)
         elif grad is None or grad_lse is not None or torch.is_grad_enabled():
-            grad = gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab)
+            grad = gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab, of_gradient=ctx.options.of_gradient)
         else:
-            ops.rescale_grad(valid(grad), grad_out, valid(logits), targets, rowmax, state, sums, ignore_index)
+            ops.rescale_grad(valid(grad), grad_out, valid(logits), targets, rowmax, state, sums, ignore_index, *ctx.options.of_gradient)
         return grad, None, None, None, None, None, None
 
 
@@ -94,16 +93,13 @@ def _how(logits, reduction, in_place):
 
 
 def loss_with_options(logits, targets, reduction, ignore_index, options, in_place=False):
-    """``(out, lse, status, z_loss, sums)``; out and lse are differentiable. As ``loss``."""
+    """``(out, lse, status, z_loss, sums, stats)``; out and lse are differentiable. As ``loss``."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        out, _, _, _, sums, status, lse, z_loss = ops.cross_entropy_with_options(
-            logits, targets, reduction, ignore_index, options.z_loss, options.weight, options.num_items, options.valid_vocab
-        )
-        return out, lse, status, z_loss, sums
+        out, _, _, _, sums, status, lse, z_loss, *stats = ops.cross_entropy_with_options(logits, targets, reduction, ignore_index, *options.of_loss)
+        return out, lse, status, z_loss, sums, stats
     rows = []
     out, lse = LossWithOptions.apply(logits, targets, reduction, ignore_index, _how(logits, reduction, in_place), rows, options)
-    _, _, status, z_loss, sums = rows
-    return out, lse, status, z_loss, sums
+    return (out, lse, *rows)
 
 
 def loss(logits, targets, reduction, ignore_index, in_place=False):

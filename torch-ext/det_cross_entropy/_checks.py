@@ -11,7 +11,7 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 # Bits of the status that the ops report for each row (csrc/row.h, RowStatus).
 IGNORED, BAD_TARGET, DEGENERATE, BAD_COLUMNS, BAD_COVER, ABOVE_MAXIMUM, BAD_DIGITS = (1 << i for i in range(7))
-MAX_ELEMENTS = 2**40  # of a sum of squares, exclusive (SPEC 14)
+MAX_ELEMENTS = 2**40  # of a sum of squares, exclusive (SPEC 15)
 MAX_ROWS = 2**30  # of a mean or sum, exclusive: more could carry out of a word (SPEC 8)
 WRONG = BAD_TARGET | BAD_COLUMNS | BAD_COVER | ABOVE_MAXIMUM | BAD_DIGITS
 

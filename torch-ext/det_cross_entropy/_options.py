@@ -17,8 +17,26 @@ class Options(NamedTuple):
     weight: Optional[torch.Tensor] = None  # float32 [V], contiguous
     num_items: Optional[torch.Tensor] = None  # int64 [1], on the device of the logits
     valid_vocab: int = 0  # 0: all columns
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0  # 0: none
     return_z_loss: bool = False
     return_lse: bool = False
+    return_stats: bool = False
+
+    @property
+    def of_loss(self):
+        """What ops.cross_entropy_with_options takes after its first four arguments."""
+        return (self.z_loss, self.weight, self.num_items, self.valid_vocab, self.label_smoothing, *self.map, self.return_stats)
+
+    @property
+    def of_gradient(self):
+        """What the ops of the gradient take last."""
+        return (self.weight if self.label_smoothing else None, *self.map)
+
+    @property
+    def map(self):
+        return self.logit_scale, self.softcap
 
     def valid(self, rows, start=0):
         """The columns of rows that take part, the first of which is column `start` of the vocabulary."""
@@ -34,20 +52,50 @@ class Options(NamedTuple):
         named = self._asdict()
         return tuple({**named, "weight": weight, "num_items": count}.items())
 
-    def results(self, loss, z_loss, lse):
+    def results(self, loss, z_loss, lse, stats):
         """What the caller gets: the loss alone, or a tuple."""
-        more = (z_loss,) * self.return_z_loss + (lse,) * self.return_lse
+        more = (z_loss,) * self.return_z_loss + (lse,) * self.return_lse + (stats,) * self.return_stats
         return (loss, *more) if more else loss
 
 
-def options(logits, mode, z_loss=0.0, weight=None, num_items=None, valid_vocab=None, return_z_loss=False, return_lse=False, columns=None):
+def _number(name, value, expected, holds):
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
+        raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
+    if not holds(value):
+        raise ValueError(f"{name}: expected {expected}, got {value}")
+    return float(value)
+
+
+def _positive(value):
+    """As float32."""
+    return 2.0**-149 <= value < 2.0**128 - 2.0**103
+
+
+def options(
+    logits,
+    mode,
+    z_loss=0.0,
+    weight=None,
+    num_items=None,
+    valid_vocab=None,
+    return_z_loss=False,
+    return_lse=False,
+    columns=None,
+    *,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
+    return_stats=False,
+):
     """Options, or None if nothing is asked for. logits: for its device; columns: of the vocabulary, None where only all ranks together know."""
-    if not (z_loss or weight is not None or num_items is not None or valid_vocab is not None or return_z_loss or return_lse):
-        return None
-    if isinstance(z_loss, bool) or not isinstance(z_loss, (int, float, torch.SymFloat)):
-        raise TypeError(f"z_loss: expected a float, got {type(z_loss).__name__}")
-    if not 0 <= z_loss < 2.0**128:
-        raise ValueError(f"z_loss: expected a finite number, 0 or more, got {z_loss}")
+    numbers = z_loss, label_smoothing, logit_scale, softcap
+    if numbers == (0.0, 0.0, 1.0, None) and weight is None and num_items is None and valid_vocab is None and (return_z_loss, return_lse, return_stats) == (False, False, False):
+        if not any(isinstance(n, bool) for n in numbers):
+            return None
+    z_loss = _number("z_loss", z_loss, "a finite number, 0 or more", lambda x: 0 <= x < 2.0**128)
+    label_smoothing = _number("label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
+    logit_scale = _number("logit_scale", logit_scale, "a positive float32", _positive)
+    softcap = 0.0 if softcap is None else _number("softcap", softcap, "a positive float32, or None", _positive)
     if weight is not None:
         check.tensor("weight", weight, (torch.float32,), None if columns is None else (columns,), logits.device)
         if weight.dim() != 1:
@@ -67,10 +115,10 @@ def options(logits, mode, z_loss=0.0, weight=None, num_items=None, valid_vocab=N
         most = 2**31 - 1 if columns is None else columns
         if not 1 <= check.integer("valid_vocab", valid_vocab) <= most:
             raise ValueError(f"valid_vocab: expected 1 to {most}, got {valid_vocab}")
-    for name, value in (("return_z_loss", return_z_loss), ("return_lse", return_lse)):
+    for name, value in (("return_z_loss", return_z_loss), ("return_lse", return_lse), ("return_stats", return_stats)):
         if not isinstance(value, bool):
             raise TypeError(f"{name}: expected True or False, got {value!r}")
-    return Options(float(z_loss), weight, num_items, valid_vocab or 0, return_z_loss, return_lse)
+    return Options(z_loss, weight, num_items, valid_vocab or 0, label_smoothing, logit_scale, softcap, return_z_loss, return_lse, return_stats)
 
 
 def with_divisor(words, sums):

@@ -7,9 +7,11 @@ from ._ops import add_op_namespace_prefix, ops
 NONE, MEAN, SUM = 0, 1, 2  # reductions of ops.cross_entropy
 WORDS = 8  # int64 words a row (SPEC 4)
 RANK_WORDS = 2  # more of them between ranks (SPEC 11)
+LOGIT_WORDS = 4  # more of them with label smoothing (SPEC 12)
+STAT_WORDS = 2  # and with statistics (SPEC 13)
 SUM_WORDS = 12  # int64 words a batch (SPEC 8)
 COUNT_WORD = 9  # of these, the one that counts rows
-SQUARE_WORDS = 21  # int64 words of a sum of squares (SPEC 14)
+SQUARE_WORDS = 21  # int64 words of a sum of squares (SPEC 15)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rowmax"))
@@ -18,8 +20,37 @@ def _(logits, v_lo, v_hi):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("denom_digits"))
-def _(logits, rowmax, v_lo, v_hi, v_start):
+def _(logits, rowmax, v_lo, v_hi, v_start, logit_scale=1.0, softcap=0.0):
     return logits.new_empty((logits.shape[0], WORDS), dtype=torch.int64)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("logit_digits"))
+def _(logits, rowmax, v_lo, v_hi, v_start, weight, logit_scale, softcap):
+    return logits.new_empty((logits.shape[0], LOGIT_WORDS), dtype=torch.int64)
+
+
+def _row(like, dtype=torch.float32):
+    return like.new_empty(like.shape[0], dtype=dtype)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("stat_digits"))
+def _(logits, targets, rowmax, ignore_index, v_lo, v_hi, v_start, logit_scale, softcap):
+    return logits.new_empty((logits.shape[0], STAT_WORDS), dtype=torch.int64)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("rowleast"))
+def _(logits, v_lo, v_hi):
+    return _row(logits)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("target_logits"))
+def _(logits, targets, ignore_index):
+    return _row(logits)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("finalize_stats"))
+def _(digits, stat_digits, least, target_logits, targets, rowmax, ignore_index, columns, logit_scale, softcap):
+    return (*(_row(digits) for _ in range(4)), _row(digits, torch.bool))
 
 
 def _row_outputs(logits, width=2):
@@ -38,10 +69,9 @@ def _(digits, target_logits, targets, rowmax, ignore_index, columns):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("finalize_with_options"))
-def _(digits, target_logits, targets, rowmax, ignore_index, columns, z_loss, weight):
-    row = lambda: digits.new_empty(digits.shape[0], dtype=torch.float32)
-    denom, state, status = _row_outputs(digits, 4)
-    return row(), denom, state, status, row(), row()
+def _(digits, target_logits, targets, rowmax, ignore_index, columns, z_loss, weight, label_smoothing, logit_digits, logit_scale, softcap):
+    denom, state, status = _row_outputs(digits, 5 if label_smoothing else 4)
+    return _row(digits), denom, state, status, _row(digits), _row(digits)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("order_images"))
@@ -50,9 +80,9 @@ def _(x):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("shard_words"))
-def _(logits, targets, images, ignore_index, mode, weight, v_start, z_loss=0.0, valid_vocab=0, class_weights=None):
-    rows = logits.shape[0]
-    return logits.new_empty((WORDS + RANK_WORDS) * rows, dtype=torch.int64), logits.new_empty(rows, dtype=torch.float32)
+def _(logits, targets, images, ignore_index, mode, weight, v_start, z_loss=0.0, valid_vocab=0, class_weights=None, label_smoothing=0.0, logit_scale=1.0, softcap=0.0, stats=False):
+    words = WORDS + RANK_WORDS + LOGIT_WORDS * bool(label_smoothing) + STAT_WORDS * stats
+    return logits.new_empty(words * logits.shape[0], dtype=torch.int64), _row(logits)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("settle_targets"))
@@ -76,11 +106,14 @@ def _(logits, targets, reduction, ignore_index):
     return (*_fake_cross_entropy(logits, targets, reduction, ignore_index), logits.new_empty(logits.shape))
 
 
-def _fake_with_options(logits, targets, reduction, ignore_index, z_loss, weight, num_items, valid_vocab):
+def _fake_with_options(logits, targets, reduction, ignore_index, z_loss, weight, num_items, valid_vocab, label_smoothing, logit_scale, softcap, stats):
     out, rowmax, _, _, sums, _ = _fake_cross_entropy(logits, targets, reduction, ignore_index)
     if reduction == MEAN and weight is not None and num_items is None:
         sums = logits.new_empty(2 * SUM_WORDS, dtype=torch.int64)
-    return (out, rowmax, *_row_outputs(logits, 4)[:2], sums, _row_outputs(logits)[2], torch.empty_like(rowmax), torch.empty_like(rowmax))
+    denom, state, status = _row_outputs(logits, 5 if label_smoothing else 4)
+    of_stats = [_row(logits) if stats else logits.new_empty(0, dtype=torch.float32) for _ in range(3)]
+    hit = _row(logits, torch.bool) if stats else logits.new_empty(0, dtype=torch.bool)
+    return (out, rowmax, denom, state, sums, status, _row(logits), _row(logits), *of_stats, hit)
 
 
 torch.library.register_fake(add_op_namespace_prefix("cross_entropy_with_options"), _fake_with_options)
@@ -92,12 +125,12 @@ def _(logits, *more):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rescale_grad"))
-def _(grad, grad_out, logits, targets, rowmax, state, sums, ignore_index):
+def _(grad, grad_out, logits, targets, rowmax, state, sums, ignore_index, weight=None, logit_scale=1.0, softcap=0.0):
     return None
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grad_over_logits"))
-def _(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse=None):
+def _(logits, grad_out, targets, rowmax, state, sums, ignore_index, grad_lse=None, weight=None, logit_scale=1.0, softcap=0.0):
     return None
 
 
@@ -107,7 +140,7 @@ def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, 
 
 
 @torch.library.register_fake(add_op_namespace_prefix("grad_logits_with_options"))
-def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, v_start, grad_lse, valid_vocab):
+def _(grad_out, logits, targets, rowmax, state, sums, ignore_index, v_lo, v_hi, v_start, grad_lse, valid_vocab, weight=None, logit_scale=1.0, softcap=0.0):
     return logits.new_empty((logits.shape[0], v_hi - v_lo))
 
 
@@ -158,27 +191,29 @@ torch.library.register_autograd(add_op_namespace_prefix("cross_entropy"), _backw
 
 
 def _save_with_options(ctx, inputs, output):
-    logits, targets, reduction, ctx.ignore_index, _, _, _, ctx.valid_vocab = inputs
-    _, rowmax, _, state, sums, _, _, _ = output
-    ctx.mark_non_differentiable(*output[1:6], output[7])
+    logits, targets, reduction, ctx.ignore_index, _, weight, _, ctx.valid_vocab, label_smoothing, *map_and_stats = inputs
+    _, rowmax, _, state, sums, _, _, *more = output
+    ctx.mark_non_differentiable(*output[1:6], *more)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(logits, targets, rowmax, state, sums)
-    ctx.mean = reduction == MEAN
+    ctx.save_for_backward(logits, targets, rowmax, state, sums, weight if label_smoothing else None)
+    ctx.mean, ctx.map = reduction == MEAN, map_and_stats[:2]
 
 
-def gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab, start=0):
+def gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ignore_index, valid_vocab, start=0, of_gradient=(None, 1.0, 0.0)):
     """That of the logits [N, V], the first of which is column `start`, for upstream gradients of the loss and of lse, either of which may be None. sums: of a mean, else None."""
     if grad_out is None:
         grad_out, sums = grad_lse.new_zeros(()), None
-    return ops.grad_logits_with_options(grad_out, logits, targets, rowmax, state, sums, ignore_index, 0, logits.shape[1], start, grad_lse, valid_vocab)
+    return ops.grad_logits_with_options(grad_out, logits, targets, rowmax, state, sums, ignore_index, 0, logits.shape[1], start, grad_lse, valid_vocab, *of_gradient)
 
 
-def _backward_with_options(ctx, grad_out, _1, _2, _3, _4, _5, grad_lse, _6):
+def _backward_with_options(ctx, grad_out, *grads):
+    grad_lse = grads[5]
     if grad_out is None and grad_lse is None:
-        return (None,) * 8
-    logits, targets, rowmax, state, sums = ctx.saved_tensors
+        return (None,) * 12
+    logits, targets, rowmax, state, sums, weight = ctx.saved_tensors
     sums = sums if ctx.mean else None
-    return (gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ctx.ignore_index, ctx.valid_vocab),) + (None,) * 7
+    grad = gradient_with_options(grad_out, grad_lse, logits, targets, rowmax, state, sums, ctx.ignore_index, ctx.valid_vocab, of_gradient=(weight, *ctx.map))
+    return (grad,) + (None,) * 11
 
 
 torch.library.register_autograd(add_op_namespace_prefix("cross_entropy_with_options"), _backward_with_options, setup_context=_save_with_options)

@@ -159,6 +159,21 @@ def _held_loss(loss):
     return kind, bits
 
 
+def _by_name(loss, stats):
+    """(loss, stats) with the fields of LossStats, told by their method (this file stands alone), in the place of each."""
+    taken = {}
+    if hasattr(loss, "tensors"):
+        taken = loss.tensors()
+        loss = taken.pop("loss")
+    for name, value in stats.items():
+        fields = {f"{name}.{field}": number for field, number in value.tensors().items()} if hasattr(value, "tensors") else {name: value}
+        for field, number in fields.items():
+            if field in taken or field == "sha256":
+                raise ValueError(f"stats: the name {field} is taken")
+            taken[field] = number
+    return loss, taken
+
+
 class LossCurve:
     """Writes the numbers of each step of a run to a file, and keeps the digest of them all. Close it, or use it as a context manager.
 
@@ -221,7 +236,9 @@ class LossCurve:
         Args:
             step: int, greater than the last one.
             loss: float32 tensor of shape [], or a float that is a float32 number, such as ``loss.item()``. Recorded as float32; bfloat16 and float16 are widened.
-            stats: by name, tensors of shape [] (float32, float64, integers; bfloat16 and float16 are widened to float32), int, or float (recorded as float64).
+                Or LossStats: their loss, and by their names entropy, hits, max_abs and tokens.
+            stats: by name, tensors of shape [] (float32, float64, integers; bfloat16 and float16 are widened to float32), int, or float (recorded as float64). LossStats
+                named ``valid`` are recorded as ``valid.loss``, ``valid.entropy`` and so on.
 
         Raises:
             TypeError, ValueError: naming the argument and what it got. The step is then not recorded.
@@ -232,8 +249,7 @@ class LossCurve:
             raise TypeError(f"step: expected an int, got {type(step).__name__}")
         if self._step is not None and step <= self._step:
             raise ValueError(f"step: {step} does not come after {self._step}, the last of {self._path}; to go back to a checkpoint, open with after=<its digest>")
-        if "sha256" in stats:
-            raise ValueError("stats: the name sha256 is taken")
+        loss, stats = _by_name(loss, stats)
         self._pending.append((step, {"loss": _held_loss(loss), **{name: _held(name, stats[name]) for name in sorted(stats)}}))
         self._step = step
         if len(self._pending) >= self._every:

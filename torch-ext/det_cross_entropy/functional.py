@@ -1,12 +1,15 @@
 """The loss, and the pieces it is made of, which compose over shards of the vocabulary by integer addition."""
 
+from typing import NamedTuple, Optional
+
 import torch
 
 from . import _autograd
 from . import _checks as check
 from ._ops import ops
 from ._options import options, reduce_z
-from ._registration import COUNT_WORD, MEAN, NONE, SUM_WORDS
+from ._registration import COUNT_WORD, LOGIT_WORDS, MEAN, NONE, STAT_WORDS, SUM_WORDS
+from .stats import RowStats
 
 
 def cross_entropy(
@@ -19,8 +22,12 @@ def cross_entropy(
     weight=None,
     num_items=None,
     valid_vocab=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
     return_z_loss=False,
     return_lse=False,
+    return_stats=False,
     inplace_backward=False,
     validate=None,
 ):
@@ -37,8 +44,13 @@ def cross_entropy(
             then (Liger divides that by the number of rows). NaN if these weights add up to 0 and so do the losses.
         num_items: an int, or an integer tensor of one: what the mean divides by instead (``num_items_in_batch`` of Hugging Face's Trainer). Below 1: NaN.
         valid_vocab: only columns [0, valid_vocab) are the vocabulary: those of the padding are not read, and their gradient is 0.
+        label_smoothing: epsilon in [0, 1], as in torch: (1 - epsilon) times the loss, and epsilon times the mean of the losses of all classes (with ``weight`` each times its weight;
+            a class of weight 0 takes no part, where torch makes NaN of a logit of -inf). A logit of -inf makes the loss +inf, as in torch; for padding use ``valid_vocab``.
+        logit_scale: the loss is that of ``logit_scale * logits``; positive, taken as float32.
+        softcap: the loss is that of ``softcap * tanh(logit_scale * logits / softcap)``; positive, taken as float32. Logits of -inf stay masked.
         return_z_loss: also return the z-loss that is in the loss, reduced as it is. Not differentiable.
         return_lse: also return log(sum(exp(logits))) of each row, float32 in the shape of targets, 0 for an ignored row. Differentiable.
+        return_stats: also return ``RowStats``: lse, logprob, entropy, max_abs and hit of each row, in the shape of targets. ``LossStats`` adds them up. Not differentiable.
         inplace_backward: backward writes the gradient over the logits, so that nothing of their size is allocated. They are read twice instead of once. Refused
             for a leaf and for a layout that would be copied; after it, reading the logits gives the gradient, and whatever else saved them for its backward
             raises torch's error of a tensor modified in place. No effect on the bytes, nor under torch.compile, which plans its own memory.
@@ -46,14 +58,14 @@ def cross_entropy(
             Where it is not raised, such a row's loss and gradient are NaN, and so are mean and sum.
 
     Returns:
-        float32 loss in nats: a scalar, or the shape of targets for "none"; ``(loss, z_loss)``, ``(loss, lse)`` or ``(loss, z_loss, lse)`` where asked for. A row with a NaN or +inf logit, or nothing but -inf, is NaN;
+        float32 loss in nats: a scalar, or the shape of targets for "none"; ``(loss, ...)`` with z_loss, lse, stats, in this order, where asked for. A row with a NaN or +inf logit, or nothing but -inf, is NaN;
         a target whose logit is -inf has loss +inf; the mean of no rows is NaN. Differentiable once with respect to logits; the gradient has the dtype of logits. Backward and
         torch.autograd.grad only: torch.func.grad, jvp and their like raise NotImplementedError.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got.
 
-    DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8; the options: section 12.
+    DTensor logits go to ``dtensor.cross_entropy``. Source: docs/SPEC.md, sections 6 to 8; the options: section 12; statistics: section 13.
     """
     if check.is_dtensor(logits):
         from . import dtensor
@@ -61,6 +73,7 @@ def cross_entropy(
         if inplace_backward:
             raise NotImplementedError("inplace_backward: not for DTensor logits")
         asked = dict(z_loss=z_loss, weight=weight, num_items=num_items, valid_vocab=valid_vocab, return_z_loss=return_z_loss, return_lse=return_lse)
+        asked |= dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
         return dtensor.cross_entropy(logits, targets, reduction, ignore_index=ignore_index, validate=validate, **asked)
     rows = check.logits_rows(logits)
     target = check.target_rows(targets, logits)
@@ -69,28 +82,32 @@ def cross_entropy(
     check.integer("ignore_index", ignore_index)
     in_place = check.may_overwrite(inplace_backward, logits, rows)
     validated = check.wants_validation(validate, logits)
-    asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1])
+    more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
+    asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1], **more)
     if asked is not None:
-        out, lse, status, z, sums = _autograd.loss_with_options(rows, target, mode, ignore_index, asked, in_place)
+        out, lse, status, z, sums, stats = _autograd.loss_with_options(rows, target, mode, ignore_index, asked, in_place)
         if validated:
             check.raise_for_status(status, target, asked.valid_vocab or rows.shape[1], ignore_index)
         z = reduce_z(z, target, mode, ignore_index, sums) if return_z_loss else None
         shape = targets.shape if mode == NONE else ()
-        return asked.results(out.reshape(shape), None if z is None else z.reshape(shape), lse.reshape(targets.shape))
+        lse = lse.reshape(targets.shape)
+        stats = RowStats(lse.detach(), *(s.reshape(targets.shape) for s in stats)) if return_stats else None
+        return asked.results(out.reshape(shape), None if z is None else z.reshape(shape), lse, stats)
     out, _, _, status = _autograd.loss(rows, target, mode, ignore_index, in_place)
     if validated:
         check.raise_for_status(status, target, rows.shape[1], ignore_index)
     return out.reshape(targets.shape) if reduction == "none" else out
 
 
-def logprobs(logits, tokens, *, ignore_index=-100, valid_vocab=None, validate=None):
+def logprobs(logits, tokens, *, ignore_index=-100, valid_vocab=None, logit_scale=1.0, softcap=None, validate=None):
     """The log-probability of each token: float32 in the shape of tokens, differentiable once.
 
     It is the loss of "none" with its sign changed: at most 0, never -0, 0 for an ignored token, -inf where the token's logit is -inf (the gradient of that row is finite). The same logits give
     the same bits in every batch and on every device, so ``exp(lp - lp_old)`` of a policy that has not changed is exactly 1.
     Arguments and errors as ``cross_entropy``. Source: docs/SPEC.md, section 12.
     """
-    loss = cross_entropy(logits, tokens, "none", ignore_index=ignore_index, valid_vocab=valid_vocab, validate=validate)
+    mapped = dict(logit_scale=logit_scale, softcap=softcap)
+    loss = cross_entropy(logits, tokens, "none", ignore_index=ignore_index, valid_vocab=valid_vocab, validate=validate, **mapped)
     # 0 and NaN as they are: the sign of neither is to change
     return torch.where(loss > 0, -loss, loss.detach())
 
@@ -122,7 +139,7 @@ def rowmax(logits, v_lo=0, v_hi=None):
     return ops.rowmax(rows, v_lo, v_hi)
 
 
-def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0):
+def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, logit_scale=1.0, softcap=None):
     """The exact softmax sum of columns [v_lo, v_hi), as integers that add up over shards.
 
     Args:
@@ -131,6 +148,7 @@ def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0):
             equal maxima are not told apart.
         v_lo, v_hi: columns of ``logits``; v_hi None is all the rest. v_lo == v_hi is an empty shard.
         v_start: the vocabulary index of the first column of ``logits``, where that tensor is itself a shard.
+        logit_scale, softcap: as in ``cross_entropy``; the maximum stays that of the logits themselves.
 
     Returns:
         int64 [N, 8]: six digits and two check words, zeros for an empty shard. Shards' words add: ``sum(shards)``, any order, up to 2**23 shards.
@@ -140,7 +158,57 @@ def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0):
     rows = check.shard_rows(logits)
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
     v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
-    return ops.denom_digits(rows, maximum, v_lo, v_hi, check.start(v_start, v_hi))
+    return ops.denom_digits(rows, maximum, v_lo, v_hi, check.start(v_start, v_hi), *_map(logits, logit_scale, softcap))
+
+
+def _map(logits, logit_scale, softcap):
+    asked = options(logits, NONE, logit_scale=logit_scale, softcap=softcap)
+    return (1.0, 0.0) if asked is None else asked.map
+
+
+def logit_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, weight=None, logit_scale=1.0, softcap=None):
+    """The exact sum of the logits of columns [v_lo, v_hi) for label smoothing: int64 [N, 4], which add up over shards, up to 2**15.
+
+    ``weight``, float32 [V], multiplies each logit by its class's weight. The rest as in ``denom_digits``. Source: docs/SPEC.md, section 12.
+    """
+    rows = check.shard_rows(logits)
+    maximum = check.row_values("global_rowmax", global_rowmax, logits)
+    v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
+    v_start = check.start(v_start, v_hi)
+    if weight is not None:
+        weight = options(logits, NONE, weight=weight).weight
+        if len(weight) < v_start + v_hi:
+            raise ValueError(f"weight: expected at least {v_start + v_hi} classes, got {len(weight)}")
+    return ops.logit_digits(rows, maximum, v_lo, v_hi, v_start, weight, *_map(logits, logit_scale, softcap))
+
+
+def stat_digits(logits, targets, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, ignore_index=-100, logit_scale=1.0, softcap=None):
+    """What columns [v_lo, v_hi) say of a row's statistics: ``(digits, least)``.
+
+    ``digits``, int64 [N, 2], add up over shards, up to 2**15; ``least``, float32 [N], the least logit above -inf (+inf if there is none), combines by ``minimum``.
+    ``targets`` are those of the whole vocabulary. The rest as in ``denom_digits``. Source: docs/SPEC.md, section 13.
+    """
+    rows = check.shard_rows(logits)
+    target = check.target_rows(targets, logits)
+    maximum = check.row_values("global_rowmax", global_rowmax, logits)
+    v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
+    check.integer("ignore_index", ignore_index)
+    words = ops.stat_digits(rows, target, maximum, ignore_index, v_lo, v_hi, check.start(v_start, v_hi), *_map(logits, logit_scale, softcap))
+    return words, ops.rowleast(rows, v_lo, v_hi)
+
+
+def finalize_stats(stat_digits, least, den_digits, logits, targets, global_rowmax, *, ignore_index=-100, valid_vocab=None, logit_scale=1.0, softcap=None, validate=None):
+    """``RowStats`` of each row, [N], from the words summed over all shards; equal bytes to those of ``cross_entropy``. Source: docs/SPEC.md, section 13.
+
+    Shards that do not add up give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError. ``logits`` [..., V] is the whole vocabulary, of which one logit a row is read.
+    """
+    size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
+    asked = options(logits, NONE, valid_vocab=valid_vocab, columns=size, logit_scale=logit_scale, softcap=softcap)
+    state = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
+    words = check.row_values("stat_digits", stat_digits, logits, torch.int64, (STAT_WORDS,))
+    least = check.row_values("least", least, logits)
+    columns = state.rows.shape[1] if asked is None else asked.valid_vocab or state.rows.shape[1]
+    return RowStats(*ops.finalize_stats(state.words, words, least, state.target_logits, state.target, state.maximum, ignore_index, columns, *_map(logits, logit_scale, softcap)))
 
 
 def carry_digits(den_digits):
@@ -155,28 +223,42 @@ def carry_digits(den_digits):
     return torch.stack(words, -1)
 
 
-def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked):
-    """rows, target, maximum, loss, denom, state, lse, z_loss; the last two are None without options."""
+class _RowState(NamedTuple):
+    rows: torch.Tensor
+    target: torch.Tensor
+    maximum: torch.Tensor
+    words: torch.Tensor
+    target_logits: torch.Tensor
+    loss: torch.Tensor
+    denom: torch.Tensor
+    state: torch.Tensor
+    lse: Optional[torch.Tensor]  # with options
+    z_loss: Optional[torch.Tensor]
+
+
+def _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked, smoothing=None):
+    """Of rows whose digits are summed. smoothing: logit_digits; without them the losses are not those of label smoothing, which the state does not depend on."""
     rows = check.logits_rows(logits).detach()
     target = check.target_rows(targets, logits)
     words = check.digits(den_digits, logits)
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
     check.integer("ignore_index", ignore_index)
     validated = check.wants_validation(validate, logits)
-    readable = target.clamp(0, rows.shape[1] - 1).long()
-    target_logits = rows.gather(1, readable.unsqueeze(1)).squeeze(1).float()
+    of_targets = ops.target_logits(rows, target, ignore_index)
+    columns = rows.shape[1]
     if asked is None:
-        columns = rows.shape[1]
-        loss, denom, state, status = ops.finalize(words, target_logits, target, maximum, ignore_index, columns)
+        loss, denom, state, status = ops.finalize(words, of_targets, target, maximum, ignore_index, columns)
         lse = z_loss = None
     else:
-        columns = asked.valid_vocab or rows.shape[1]
+        columns = asked.valid_vocab or columns
+        if asked.label_smoothing and smoothing is None:
+            smoothing = words.new_zeros((len(words), LOGIT_WORDS))
         loss, denom, state, status, lse, z_loss = ops.finalize_with_options(
-            words, target_logits, target, maximum, ignore_index, columns, asked.z_loss, asked.weight
+            words, of_targets, target, maximum, ignore_index, columns, asked.z_loss, asked.weight, asked.label_smoothing, smoothing, *asked.map
         )
     if validated:
         check.raise_for_status(status, target, columns, ignore_index, words)
-    return rows, target, maximum, loss, denom, state, lse, z_loss
+    return _RowState(rows, target, maximum, words, of_targets, loss, denom, state, lse, z_loss)
 
 
 def finalize(
@@ -189,6 +271,10 @@ def finalize(
     z_loss=0.0,
     weight=None,
     valid_vocab=None,
+    label_smoothing=0.0,
+    logit_digits=None,
+    logit_scale=1.0,
+    softcap=None,
     return_z_loss=False,
     return_lse=False,
     validate=None,
@@ -198,12 +284,18 @@ def finalize(
     Equal bytes to ``forward``. ``logits`` [..., V] is the whole vocabulary, of which one logit a row is read. Shards that do not add up (missing, doubled, another
     maximum, a logit above it) and targets out of range give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError naming the row.
     The options are those of ``cross_entropy``; what they return besides, float32 [N], comes after ``denom``. With ``valid_vocab`` the digits (and the maximum) are those of columns [0, valid_vocab).
+    ``label_smoothing`` needs ``logit_digits``, int64 [N, 4], summed over all shards.
     Source: docs/SPEC.md, sections 6 and 12.
     """
     size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
-    asked = options(logits, NONE, z_loss, weight, None, valid_vocab, return_z_loss, return_lse, size)
-    _, _, _, loss, denom, _, lse, z = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
-    return (loss, denom) + (z,) * return_z_loss + (lse,) * return_lse
+    more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap)
+    asked = options(logits, NONE, z_loss, weight, None, valid_vocab, return_z_loss, return_lse, size, **more)
+    if logit_digits is not None:
+        logit_digits = check.row_values("logit_digits", logit_digits, logits, torch.int64, (LOGIT_WORDS,))
+    if (logit_digits is not None) != bool(label_smoothing):
+        raise ValueError(f"logit_digits: expected {'int64 [N, 4]' if label_smoothing else 'None'} with label_smoothing = {label_smoothing}")
+    row = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked, logit_digits)
+    return (row.loss, row.denom) + (row.z_loss,) * return_z_loss + (row.lse,) * return_lse
 
 
 def grad_logits(
@@ -221,6 +313,9 @@ def grad_logits(
     weight=None,
     num_items=None,
     valid_vocab=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
     grad_lse=None,
     validate=None,
 ):
@@ -232,13 +327,15 @@ def grad_logits(
         sums: int64 [12] or [24] from ``loss_digits``, for a mean: the gradient is divided by its count, or its sum of weights, before it is rounded.
         num_items: for a mean that divides by that, in place of ``sums``.
         grad_lse: float32 [N], the upstream gradient of ``lse``.
-        z_loss, weight, valid_vocab: as in ``cross_entropy``, of the loss.
+        z_loss, weight, valid_vocab, label_smoothing, logit_scale, softcap: as in ``cross_entropy``, of the loss.
 
     Source: docs/SPEC.md, sections 7 and 12.
     """
     size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
-    asked = options(logits, MEAN, z_loss, weight, num_items, valid_vocab, False, grad_lse is not None, size)
-    rows, target, maximum, _, _, state, _, _ = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
+    more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap)
+    asked = options(logits, MEAN, z_loss, weight, num_items, valid_vocab, False, grad_lse is not None, size, **more)
+    row = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
+    rows, target, maximum, state = row.rows, row.target, row.maximum, row.state
     check.tensor("grad_loss", grad_loss, (torch.float32,), device=logits.device)
     if grad_loss.dim() != 0:
         grad_loss = check.row_values("grad_loss", grad_loss, logits)
@@ -252,7 +349,7 @@ def grad_logits(
         sums = torch.zeros(SUM_WORDS, dtype=torch.int64, device=logits.device)
         sums[COUNT_WORD:COUNT_WORD + 1] = asked.num_items
     grad_lse = None if grad_lse is None else check.row_values("grad_lse", grad_lse, logits)
-    return ops.grad_logits_with_options(grad_loss, rows, target, maximum, state, sums, ignore_index, v_lo, v_hi, 0, grad_lse, asked.valid_vocab)
+    return ops.grad_logits_with_options(grad_loss, rows, target, maximum, state, sums, ignore_index, v_lo, v_hi, 0, grad_lse, asked.valid_vocab, *asked.of_gradient)
 
 
 def loss_digits(loss, targets, *, ignore_index=-100, weight=None):
@@ -297,7 +394,7 @@ def square_digits(tensor):
     Raises:
         TypeError, ValueError: naming the argument and what it got.
 
-    Source: docs/SPEC.md, section 14.
+    Source: docs/SPEC.md, section 15.
     """
     return ops.square_digits(check.elements(tensor))
 
@@ -311,7 +408,7 @@ def grad_norm(digits):
 
     ``digits`` int64 [21] from ``square_digits``, or a sum of such. NaN if an element was NaN, else infinite if one was. The same bytes for every sharding, order and device; waits for no device.
 
-    Source: docs/SPEC.md, section 14.
+    Source: docs/SPEC.md, section 15.
     """
     return ops.grad_norm(check.square_words(digits))
 
@@ -322,12 +419,15 @@ __all__ = [
     "denom_digits",
     "finalize",
     "finalize_mean",
+    "finalize_stats",
     "forward",
     "grad_logits",
     "grad_norm",
+    "logit_digits",
     "logprobs",
     "loss_digits",
     "reduce_digits",
     "rowmax",
     "square_digits",
+    "stat_digits",
 ]
