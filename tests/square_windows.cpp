@@ -1,5 +1,5 @@
-// The arithmetic of csrc/squares.h that only a GPU uses, for tests/test_squares.py, in steps like those of csrc/cuda/squares.cu. Reads `wide count` and `count` bit patterns of fp32 a
-// chunk, 0 0 ends; prints the words of all chunks carried, then how many chunks were added quickly.
+// The arithmetic of csrc/squares.h that only a GPU uses, for tests/test_squares.py, in steps like those of csrc/cuda/squares.cu. Reads tensors of chunks, `wide count` and `count` bit
+// patterns of fp32 each; 0 0 ends a tensor. Prints a line a tensor: its words, carried, then how many chunks were added quickly.
 #include <cinttypes>
 #include <cstdio>
 #include <vector>
@@ -8,7 +8,8 @@
 
 using namespace dce;
 
-int main() {
+// false at the end of the input
+bool add_tensor() {
   int64_t words[kSquareWords] = {};
   Window w = window_of(0);
   WindowSums sums = {0, 0, 0};
@@ -19,10 +20,12 @@ int main() {
     for (int i = 0; i < kParts; ++i)
       if (part[i] != 0) words[first + i] += part[i];
   };
-  while (std::scanf("%d %d", &wide, &count) == 2 && count > 0) {
+  for (;;) {
+    if (std::scanf("%d %d", &wide, &count) != 2) return false;
+    if (count == 0) break;
     std::vector<uint32_t> x(count);
     for (uint32_t& b : x)
-      if (std::scanf("%" SCNu32, &b) != 1) return 1;
+      if (std::scanf("%" SCNu32, &b) != 1) return false;
     if (added + count > kMostInWindow) {
       leave(sums, w);
       sums = {0, 0, 0};
@@ -66,4 +69,10 @@ int main() {
   carry_squares(words);
   for (const int64_t word : words) std::printf("%" PRId64 " ", word);
   std::printf("%d\n", quick);
+  return true;
+}
+
+int main() {
+  while (add_tensor()) {
+  }
 }

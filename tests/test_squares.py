@@ -257,11 +257,11 @@ def windows(tmp_path_factory):
     out = str(tmp_path_factory.mktemp("squares") / "square_windows")
     subprocess.run([compiler, "-O2", "-std=c++17", "-ffp-contract=off", os.path.join(HERE, "square_windows.cpp"), "-o", out], check=True)
 
-    def run(chunks, wide=True):
-        """Words of chunks of fp32 bit patterns; how many of them needed no integers."""
-        text = "".join(f"{int(wide)} {len(c)} {' '.join(map(str, c))}\n" for c in chunks) + "0 0\n"
-        *words, quick = map(int, subprocess.run([out], input=text, capture_output=True, text=True, check=True).stdout.split())
-        return words, quick
+    def run(tensors, wide=True):
+        """For each tensor, chunks of fp32 bit patterns: its words; how many chunks needed no integers."""
+        text = "".join("".join(f"{int(wide)} {len(c)} {' '.join(map(str, c))}\n" for c in chunks) + "0 0\n" for chunks in tensors)
+        lines = subprocess.run([out], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+        return [(words, quick) for *words, quick in (map(int, line.split()) for line in lines)]
 
     return run
 
@@ -274,17 +274,20 @@ def pattern_of(x):
     return struct.unpack("I", struct.pack("f", x))[0]
 
 
-def compare(windows, chunks, wide=True):
-    words, quick = windows(chunks, wide)
-    assert words == o.square_words([float_of(p) for c in chunks for p in c])
-    return quick
+def compare(windows, tensors, wide=True):
+    """All words are the oracle's. How many chunks were quick, of each tensor."""
+    results = windows(tensors, wide)
+    assert len(results) == len(tensors)
+    for chunks, (words, _) in zip(tensors, results):
+        assert words == o.square_words([float_of(p) for c in chunks for p in c])
+    return [quick for _, quick in results]
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_windows_of_any_bits(windows, wide):
     """Chunks of few octaves and of many, at every height, with zeros, subnormals and what is not finite."""
     rng = random.Random(9)
-    quick = chunks_tried = 0
+    tensors = []
     for top in range(255):
         for spread in (0, 1, 10, 20, 21, 22, 23, 44, 300):
             chunks = []
@@ -294,36 +297,37 @@ def test_windows_of_any_bits(windows, wide):
                 chunks.append([rng.getrandbits(1) << 31 | e << 23 | rng.choice(fractions)() for e in exponents] + [0] * rng.randrange(3))
             if rng.random() < 0.05:
                 chunks[1].append(rng.choice([0x7F800000, 0xFF800000, 0x7FC00000, 0xFF800001]))
-            quick += compare(windows, chunks, wide)
-            chunks_tried += 3
-    assert chunks_tried // 20 < quick < chunks_tried
+            tensors.append(chunks)
+    assert 3 * len(tensors) // 20 < sum(compare(windows, tensors, wide)) < 3 * len(tensors)
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_windows_at_their_edges(windows, wide):
     """A window that the first chunk sets; then elements at, below and above each edge, of few bits and of many, alone."""
+    tensors = []
     for top in (1, 2, 21, 22, 23, 60, 127, 200, 230, 231, 232, 233, 250, 251, 252, 253, 254):
         anchor = [top << 23 | 0x7FFFFF] * 2
         for step in range(-50, 4):
             for fraction in (0, 0x7FFFFF, 0x400000, 1, 0x7F0000, 0x7FFF00):
                 if 0 <= top + step < 255:
-                    compare(windows, [anchor, [0, 0], [top + step << 23 | fraction] * 3, anchor], wide)
+                    tensors.append([anchor, [0, 0], [top + step << 23 | fraction] * 3, anchor])
+    compare(windows, tensors, wide)
 
 
 def test_windows_stay_for_gradients(windows):
     """Numbers that look like gradients are added quickly, all but the first chunk and a few."""
     rng = random.Random(10)
     chunks = [[pattern_of(rng.gauss(0, 1e-4)) for _ in range(512)] for _ in range(40)]
-    assert compare(windows, chunks) >= 38
+    assert compare(windows, [chunks])[0] >= 38
     chunks = [[p & 0xFFFF0000 for p in c] for c in chunks]
-    assert compare(windows, chunks, wide=False) >= 30
+    assert compare(windows, [chunks], wide=False)[0] >= 30
 
 
 def test_windows_hold_as_many_as_they_say(windows):
     """2^17 of the greatest that a window takes, quickly, twice: nothing wraps."""
     for first, more in ((0x3F800000, 0x3FFFFFFF), (0x3FFFFFFF, 0x3FFFFFFF)):
         chunks = [[first] * 2] + [[more] * 2**15] * 9
-        words, quick = windows(chunks)
+        ((words, quick),) = windows([chunks])
         assert quick == 9
         square = lambda p: (int(float_of(p) * 2**23)) ** 2 << 2 * (149 - 23)
         total = 2 * square(first) + 9 * 2**15 * square(more)
