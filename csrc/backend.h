@@ -56,7 +56,7 @@ struct ColumnOptions {
   const float* weights;  // with smoothing, of each class; or null
 };
 constexpr ColumnOptions kPlainColumns = {false, kNoMap, nullptr};
-inline ColumnOptions columns_of(const RowOptions& o) {
+DCE_FN ColumnOptions columns_of(const RowOptions& o) {
   return {o.on && (o.smoothing != 0.0 || !is_identity(o.map)), o.map, o.smoothing != 0.0 ? o.weights.data : nullptr};
 }
 
@@ -91,7 +91,7 @@ struct StatOutputs {
 struct RowWords {
   int64_t* logits;  // rows x 4: sums of logits
   int64_t* stats;   // rows x 2
-  uint32_t* least;  // rows: the least logit as 2^31 - 1 less its order image; 0: none
+  float* least;     // rows: the least logits
 };
 // Memory of a batch. zeros: the words of its sums (csrc/sums.h) and what else must start as 0, zero_words() in all; digits: rows x 8 words; words start as 0.
 struct Scratch {

@@ -376,7 +376,7 @@ struct Batch {
     }
     if (stats) {
       m.words.stats = more;
-      m.words.least = reinterpret_cast<uint32_t*>(more + x.rows * kStatWords);
+      m.words.least = reinterpret_cast<float*>(more + x.rows * kStatWords);
     }
     return m;
   }

@@ -94,4 +94,8 @@ DCE_FN void canonical_stat_words(int64_t* words) {
   if (before > 1) words[1] -= (before - 1) * kBefore;
 }
 
+// The least logit of a row as an unsigned number that grows as it falls; 0 is that of none.
+DCE_FN uint32_t image_of_least(float least) { return is_finite(least) ? 0x7FFFFFFFu - static_cast<uint32_t>(order_image(least)) : 0; }
+DCE_FN float least_of(uint32_t image) { return image == 0 ? from_bits(kInf32) : from_order_image(static_cast<int32_t>(0x7FFFFFFFu - image)); }
+
 }  // namespace dce

@@ -16,15 +16,22 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     loss_words(losses, targets, ignore)         12 ints
     reduce(words, "sum" | "mean")               float
     forward(row, t, ignore)                     (Final, M): one row from its logits alone
+    map_logit(x, sigma, kappa)                  y, of which the softmax is; slope(y, kappa): its derivative over sigma
+    logit_words(row, M, lo, hi, v_start, ...)   4 ints, the sum of logits that label smoothing needs
     options(words, row, t, M, ...)              Optioned(loss, lse, z, state=(inv', tgt', inv, p)), section 12
     gradient_with(row, t, M, state, G, g_lse)   as gradient, with such a state
     weighed(words, targets, weight)             24 ints
     divide(words, by)                           the mean, by "count" or "weights"
+    stat_words(row, t, M, lo, hi, v_start)      (2 ints, the least logit above -inf), section 13
+    row_stats(stats, least, words, row, t, M)   RowStats(lse, logprob, entropy, max_abs, hit)
     square_words(values)                        21 ints, section 15
     norm(words)                                 float
 
+A scale `sigma` and a cap `kappa` (None: no cap) go to whatever reads logits; 1.0 and None leave every logit what it is.
+
 `bits32(value)` and friends give the bit pattern to compare: every NaN is the canonical one.
 """
+import functools
 import math
 import struct
 from collections import namedtuple
@@ -168,6 +175,17 @@ def mul64(a, b):
     return _mul(a, b, "fp64")
 
 
+def quotient64(a, b):
+    """RN64(a / b) of finite floats, b > 0."""
+    ratio = Fraction(a) / Fraction(b)
+    return _round_ratio(ratio.numerator, ratio.denominator, "fp64")
+
+
+def nearest(x, k):
+    """x * 2^k of a finite float rounded to an integer, ties to even."""
+    return round(Fraction(x) * 2 ** k)
+
+
 def scale64(a, k):
     """a * 2^k, which the specification promises to be exact: checked."""
     if not _finite(a) or a == 0:
@@ -256,21 +274,65 @@ def combine_max(maxima):
     return row_max(maxima)
 
 
-Frame = namedtuple("Frame", "M c Mp n_M P_M B degenerate")
+Frame = namedtuple("Frame", "M c Mp n_M P_M B degenerate sigma kappa")     # M of the logits themselves, the rest of the mapped ones
 
 
-def frame(M):
+def frame(M, sigma=1.0, kappa=None):
     M = canonical_max(M)
-    if M != M or M in (INF, -INF):
-        return Frame(M, NAN, NAN, None, None, None, True)
-    c = 0.0 if abs(M) < LIMIT else M
-    Mp = 0.0 if c != 0 else M
+    My = canonical_max(map_logit(M, sigma, kappa))
+    if not _finite(M, My):
+        return Frame(M, NAN, NAN, None, None, None, True, sigma, kappa)
+    c = 0.0 if abs(My) < LIMIT else My
+    Mp = 0.0 if c != 0 else My
     P_M, n_M = term(Mp)
-    return Frame(M, c, Mp, n_M, P_M, n_M // 32, False)
+    return Frame(M, c, Mp, n_M, P_M, n_M // 32, False, sigma, kappa)
 
 
-def shifted(x, c):
-    return x if c == 0 else add32(x, -c)
+def shifted(x, fr):
+    """x' of a logit."""
+    y = map_logit(x, fr.sigma, fr.kappa)
+    return y if fr.c == 0 else add32(y, -fr.c)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mapped logits (section 12)
+
+TANH_END = 32.0
+RECIP_F = [rn(quotient64(n, 99.0), "fp32") for n in (32.0, -144.0, 210.0)]
+
+
+def map_logit(x, sigma=1.0, kappa=None):
+    if kappa is None:
+        return mul32(sigma, x)
+    return x if not _finite(x) else math.copysign(_capped(abs(x), sigma, kappa), x)
+
+
+@functools.lru_cache(1 << 16)
+def _capped(x, sigma, kappa):
+    k = rn(quotient64(2 * sigma, kappa), "fp32")                # doubling is exact
+    assert _finite(k), ("no meaning is given to", sigma, kappa)
+    s = -min(abs(mul32(k, x)), TANH_END)
+    n, r, q = reduced(s)
+    v = mul32(q, r)
+    power = math.ldexp(1.0, int(n))
+    e = fma32(power, v, add32(power, -1.0))
+    d = add32(e, 2.0)
+    h = fma32(fma32(RECIP_F[0], d, RECIP_F[1]), d, RECIP_F[2])
+    for _ in range(2):
+        j = fma32(-d, h, 1.0)
+        h = fma32(h, j, h)
+    return mul32(-mul32(e, h), kappa)
+
+
+def slope(y, kappa=None):
+    """d map / dx over sigma."""
+    if kappa is None:
+        return 1.0
+    if y == -INF:
+        return 0.0
+    u = mul32(y, rn(quotient64(1.0, kappa), "fp32"))
+    d = fma32(-u, u, 1.0)
+    return d if d > 0 else 0.0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -291,14 +353,15 @@ def term(x):
         return None
     found = _terms.get(x)                                       # +0 and -0 share an entry: their terms are equal
     if found is None:
-        assert x <= LIMIT, ("no term is defined for", x)
+        assert x <= LIMIT + 1, ("no term is defined for", x)    # a mapped logit may be a few ulps above the maximum's
         if len(_terms) > 1 << 20:
             _terms.clear()
         found = _terms[x] = _term(x)
     return found
 
 
-def _term(x):
+def reduced(x):
+    """n, r and the last q of an exponential."""
     z = fma32(x, LOG2E_F, MAGIC_F)
     n = add32(z, -MAGIC_F)
     r = fma32(-n, LN2_HI_F, x)
@@ -306,6 +369,11 @@ def _term(x):
     q = POLY_F[0]
     for c in POLY_F[1:]:
         q = fma32(q, r, c)
+    return n, r, q
+
+
+def _term(x):
+    n, r, q = reduced(x)
     t = fma32(q, r, 1.5)
     assert 1 < t < 2, (x, t)
     P = bits32(t) - 0x3F400000
@@ -334,39 +402,54 @@ def tag(M, v):
 
 def contribution(x, fr):
     """What one logit adds to S: P << (n - 32 (B - 4)), 0 where the term is dropped."""
-    pn = term(shifted(x, fr.c))
+    pn = term(shifted(x, fr))
     if pn is None or pn[1] < 32 * (fr.B - 4):
         return 0
     return pn[0] << (pn[1] - 32 * (fr.B - 4))
+
+
+def relative(x, fr):
+    """a of section 7: the term in units of 2^n_M."""
+    pn = term(shifted(x, fr))
+    return math.ldexp(pn[0], pn[1] - fr.n_M - 23) if pn is not None and pn[1] - fr.n_M >= -125 else 0.0     # exact
 
 
 def split_digits(S):
     return [S >> 32 * i & 0xFFFFFFFF for i in range(5)] + [S >> 160]
 
 
-def denom_digits(row, M, lo=0, hi=None, v_start=0):
+def faulty(x, fr):
+    """NaN or above the maximum; in a degenerate row only where the maximum is negative."""
+    return not x <= fr.M and (not fr.degenerate or fr.M < 0)
+
+
+def denom_digits(row, M, lo=0, hi=None, v_start=0, sigma=1.0, kappa=None):
     """The eight words of columns [lo, hi) of `row`, which are the columns v_start + [lo, hi) of the whole row."""
     hi = len(row) if hi is None else hi
-    fr = frame(M)
+    fr = frame(M, sigma, kappa)
     if lo == hi:
         return [0] * 8
     S = faults = 0
     for x in row[lo:hi]:
-        if fr.M != fr.M or fr.M == INF:
-            continue                                            # nothing is faulty, every digit is zero
-        if x != x or x > fr.M:
+        if faulty(x, fr):
             faults += 1
         elif not fr.degenerate:
             S += contribution(x, fr)
     return split_digits(S) + [hi - lo + (faults << 32), tag(M, v_start + hi) - tag(M, v_start + lo)]
 
 
-def carry(words):
+def carry(words, last=5, radix=32):
     words = list(words)
-    for i in range(5):
-        words[i + 1] += words[i] >> 32                          # Python's shift is the floor
-        words[i] &= 0xFFFFFFFF
+    for i in range(last):
+        words[i + 1] += words[i] >> radix                       # Python's shift is the floor
+        words[i] &= (1 << radix) - 1
     return words
+
+
+def mark(word, bit):
+    """(how many marks of 2^bit a word carries beside a number below 2^(bit - 1) in magnitude, that number)."""
+    marks = word + (1 << bit - 1) >> bit
+    return marks, word - (marks << bit)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -405,6 +488,12 @@ def exp_r(r):
     for c in EXP_POLY[1:]:
         y = fma64(y, r, c)
     return y
+
+
+def exp_reduced(x, n):
+    """e^(x - n ln 2) for the n of x's term."""
+    r = fma64(float(-n), LN2_HI, x)
+    return exp_r(fma64(float(-n), LN2_LO, r))
 
 
 def log_1p_f(f):
@@ -447,54 +536,58 @@ def significand(S, u):
 # Finalize (section 6)
 
 Final = namedtuple("Final", "loss denom state status")
-_NAN_FINAL = (NAN, NAN, (NAN, NAN))
+
+# A row before options and before anything is rounded to fp32: l, L and p of section 12, x'_t besides. L, denom and inv hold where the target alone is wrong.
+Settled = namedtuple("Settled", "status l L denom inv tgt p xp", defaults=(NAN,) * 7)
 
 
-def finalize(words, row, t, M, V=None, ignore_index=-100):
+def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
     """`row` is the whole row, or a function of the target's column that gives its logit."""
-    V = len(row) if V is None else V
     if t == ignore_index:
-        return Final(0.0, 0.0, (0.0, 0.0), "ignored")
+        return Settled("ignored", *(0.0,) * 7)
     if words[6] != V or words[7] != tag(M, V) - tag(M, 0):
-        return Final(*_NAN_FINAL, "check")
-    fr = frame(M)
+        return Settled("check")
+    fr = frame(M, sigma, kappa)
     if fr.degenerate:
-        return Final(*_NAN_FINAL, "degenerate")
+        return Settled("degenerate")
     words = carry(words)
     S = sum(w << 32 * i for i, w in enumerate(words[:6]))
     inside = 0 <= t < V
     if words[5] < 0 or words[5] >= 1 << 54 or S < fr.P_M << fr.n_M - 32 * (fr.B - 4):
-        return Final(*_NAN_FINAL, "impossible")
+        return Settled("impossible")
     T = 0
     if inside:
         x_t = row(t) if callable(row) else row[t]
         if x_t != x_t or x_t > fr.M:
-            return Final(*_NAN_FINAL, "impossible")
+            return Settled("impossible")
         T = contribution(x_t, fr)
         if S < T:
-            return Final(*_NAN_FINAL, "impossible")
+            return Settled("impossible")
     u = 32 * (fr.B - 4) - 23
     s, ks = significand(S, u)
     ys = recip(s)
-    r = fma64(float(-fr.n_M), LN2_HI, fr.Mp)
-    r = fma64(float(-fr.n_M), LN2_LO, r)
-    denom = rn(scale64(div(s, exp_r(r)), ks - fr.n_M), "fp32")
-    if not inside:
-        return Final(NAN, denom, (NAN, NAN), "target")
-    d, kd = significand(S - T, u)
-    if T:
-        xp = shifted(x_t, fr.c)
-        n_t = term(xp)[1]
-        r = fma64(float(-n_t), LN2_HI, xp)
-        r = fma64(float(-n_t), LN2_LO, r)
-        loss = rn(log1p(scale64(div(d, exp_r(r)), kd - n_t)), "fp32")
-    else:
-        m, k = split(s, ks)
-        lower = fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0)))
-        loss = rn(add64(lower, fma64(float(k), LN2_HI, -add64(x_t, -fr.c))), "fp32")
+    denom = scale64(div(s, exp_reduced(fr.Mp, fr.n_M)), ks - fr.n_M)
+    m, k = split(s, ks)
+    lower = fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0)))
+    L = add64(lower, fma64(float(k), LN2_HI, fr.c))
     inv = scale64(ys, fr.n_M - ks)
-    tgt = scale64(-mul64(d, ys), kd - ks)
-    return Final(loss, denom, (inv, tgt), "ok")
+    if not inside:
+        return Settled("target", L=L, denom=denom, inv=inv)
+    d, kd = significand(S - T, u)
+    xp = shifted(x_t, fr)
+    if T:
+        P_t, n_t = term(xp)
+        l = log1p(scale64(div(d, exp_reduced(xp, n_t)), kd - n_t))
+        p = scale64(mul64(float(P_t), ys), n_t - 23 - ks)
+    else:
+        l = add64(lower, fma64(float(k), LN2_HI, -add64(map_logit(x_t, sigma, kappa), -fr.c)))
+        p = 0.0
+    return Settled("ok", l, L, denom, inv, scale64(-mul64(d, ys), kd - ks), p, xp)
+
+
+def finalize(words, row, t, M, V=None, ignore_index=-100, sigma=1.0, kappa=None):
+    r = settle(words, row, t, M, len(row) if V is None else V, ignore_index, sigma, kappa)
+    return Final(rn(r.l, "fp32"), rn(r.denom, "fp32"), (NAN, NAN) if r.status == "target" else (r.inv, r.tgt), r.status)
 
 
 def forward(row, t, ignore_index=-100):
@@ -526,11 +619,7 @@ def gradient(row, t, M, state, g, count=None, dtype="fp32", lo=0, hi=None, ignor
         if v == t:
             out.append(rn(ft, dtype))
             continue
-        pn = term(shifted(row[v], fr.c))
-        a = 0.0
-        if pn is not None and pn[1] - fr.n_M >= -125:
-            a = math.ldexp(pn[0], pn[1] - fr.n_M - 23)          # exact
-        out.append(rn(mul32(a, f), dtype))
+        out.append(rn(mul32(relative(row[v], fr), f), dtype))
     return out
 
 
@@ -595,45 +684,69 @@ def batch(rows, targets, reduction, ignore_index=-100):
 Optioned = namedtuple("Optioned", "loss lse z state")
 
 
-def options(words, row, t, M, lam=0.0, weight=None, U=None, ignore_index=-100):
-    """`row` is the whole row, padding included; `words` are those of its columns [0, U); `weight` a list, one a class."""
+def logit_words(row, M, lo=0, hi=None, v_start=0, weight=None, sigma=1.0, kappa=None):
+    """The four words of the sum of logits; `weight` is that of all columns of the whole row."""
+    hi = len(row) if hi is None else hi
+    fr = frame(M, sigma, kappa)
+    Z, infinite = 0, False
+    for v in range(lo, hi):
+        if fr.degenerate or faulty(row[v], fr):
+            continue
+        p = shifted(row[v], fr)
+        if weight is not None:
+            w = weight[v_start + v]
+            p = mul32(w, p) if w != 0 else 0.0
+        if _finite(p):
+            Z += nearest(p, 31)
+        else:
+            infinite = True
+    return [Z >> 48 * i & (1 << 48) - 1 for i in range(3)] + [(Z >> 144) + (infinite << 47)]
+
+
+def exact_sum(values):
+    """RN64 of the exact sum; NaN if one of them is not finite."""
+    if not _finite(*values):
+        return NAN
+    total = sum(map(Fraction, values))
+    return _round_ratio(total.numerator, total.denominator, "fp64")
+
+
+def options(words, row, t, M, lam=0.0, weight=None, U=None, ignore_index=-100, epsilon=0.0, logits=None, sigma=1.0, kappa=None):
+    """`row` is the whole row, padding included; `words`, and with smoothing (`epsilon`) `logits`, are those of its columns [0, U); `weight` a list, one a class."""
     U = len(row) if U is None else U
-    final = finalize(words, row[:U], t, M, U, ignore_index)
-    if final.status == "ignored":
+    r = settle(words, row, t, M, U, ignore_index, sigma, kappa)
+    if r.status == "ignored":
         return Optioned(0.0, 0.0, 0.0, (0.0,) * 4)
-    if final.status not in ("ok", "target"):
-        return Optioned(NAN, NAN, NAN, (NAN,) * 4)
-    fr = frame(M)
-    S = sum(w << 32 * i for i, w in enumerate(carry(words)[:6]))
-    u = 32 * (fr.B - 4) - 23
-    s, ks = significand(S, u)
-    m, k = split(s, ks)
-    L = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), fma64(float(k), LN2_HI, fr.c))
-    z = mul64(mul64(lam, L), L)
-    if final.status == "target":
-        return Optioned(NAN, rn(L, "fp32"), rn(z, "fp32"), (NAN,) * 4)
-    x_t = row[t]
-    T = contribution(x_t, fr)
-    ys = recip(s)
-    if T:
-        xp = shifted(x_t, fr.c)
-        P_t, n_t = term(xp)
-        p = scale64(mul64(float(P_t), ys), n_t - 23 - ks)
-        r = fma64(float(-n_t), LN2_HI, xp)
-        r = fma64(float(-n_t), LN2_LO, r)
-        d, kd = significand(S - T, u)
-        l = log1p(scale64(div(d, exp_r(r)), kd - n_t))
-    else:
-        p = 0.0
-        l = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), fma64(float(k), LN2_HI, -add64(x_t, -fr.c)))
+    z = mul64(mul64(lam, r.L), r.L)
+    lse, rounded_z = rn(r.L, "fp32"), rn(z, "fp32")
+    if r.status != "ok":                                        # L is NaN but where the target alone is wrong
+        return Optioned(NAN, lse, rounded_z, (NAN,) * 4)
     w = 1.0 if weight is None else weight[t] if t < len(weight) else NAN
-    e = l if weight is None else mul64(w, l)
-    inv, tgt = final.state
-    if lam == 0:
-        return Optioned(rn(e, "fp32"), rn(L, "fp32"), rn(z, "fp32"), (mul64(inv, w), mul64(w, tgt), inv, p))
-    two = scale64(lam, 1)
-    state = mul64(inv, fma64(two, L, w)), fma64(mul64(two, L), p, mul64(w, tgt)), inv, p
-    return Optioned(rn(add64(e, z), "fp32"), rn(L, "fp32"), rn(z, "fp32"), state)
+    e = r.l if weight is None else mul64(w, r.l)
+    o, q = w, mul64(w, r.tgt)
+    if epsilon:
+        V, rest = float(U), add64(1.0, -epsilon)
+        W = V if weight is None else exact_sum(weight[:U])
+        *low, top = carry(logits, 3, 48)
+        infinite, top = mark(top, 47)
+        B = scale64(_round(sum(word << 48 * i for i, word in enumerate([*low, top])), 0, "fp64"), -31)
+        if not _finite(W):
+            mean = NAN
+        elif infinite > 0:
+            mean = INF
+        else:
+            mean = div(fma64(W, r.l, fma64(W, r.xp, -B)), V)
+        e = fma64(epsilon, mean, mul64(rest, e))
+        O = 1.0 if weight is None else div(W, V)
+        o = fma64(rest, w, mul64(epsilon, O))
+        q = fma64(epsilon, fma64(O, r.p, -div(w, V)), mul64(rest, q))
+    loss, inv2, tgt2 = e, mul64(r.inv, o), q
+    if lam != 0:
+        two = scale64(lam, 1)
+        loss, inv2, tgt2 = add64(e, z), mul64(r.inv, fma64(two, r.L, o)), fma64(mul64(two, r.L), r.p, q)
+    at_target = mul64(sigma, slope(map_logit(row[t], sigma, kappa), kappa))
+    state = mul64(inv2, sigma), mul64(tgt2, at_target), mul64(r.inv, sigma), mul64(r.p, at_target)
+    return Optioned(rn(loss, "fp32"), lse, rounded_z, state)
 
 
 def upstream(g, words=None, by=None):
@@ -649,8 +762,8 @@ def upstream(g, words=None, by=None):
     return div(-g, -W) if W < 0 else div(g, W)
 
 
-def gradient_with(row, t, M, state, G, g_lse=None, dtype="fp32", U=None, ignore_index=-100):
-    """The whole row's gradient; the state has four numbers."""
+def gradient_with(row, t, M, state, G, g_lse=None, dtype="fp32", U=None, ignore_index=-100, weight=None, epsilon=0.0, sigma=1.0, kappa=None):
+    """The whole row's gradient; the state has four numbers. `weight` counts with smoothing alone: the target's is in the state."""
     U = len(row) if U is None else U
     if t == ignore_index:
         return [0.0] * len(row)
@@ -659,9 +772,22 @@ def gradient_with(row, t, M, state, G, g_lse=None, dtype="fp32", U=None, ignore_
     if g_lse is not None:
         f, ft = fma64(g_lse, inv, f), fma64(g_lse, p, ft)
     f, ft = rn(f, "fp32"), rn(ft, "fp32")
-    out = gradient(row[:U], -1, M, (1.0, 0.0), f, None, dtype) if _finite(f) else [NAN] * U     # G * inv = f * 1
-    if _finite(f):
-        out[t] = rn(ft, dtype)
+    if not _finite(f):
+        return [NAN] * U + [0.0] * (len(row) - U)
+    fr = frame(M, sigma, kappa)
+    if epsilon:
+        k = rn(mul64(G, mul64(-div(epsilon, float(U)), sigma)), "fp32")
+    out = []
+    for v in range(U):
+        a, down = relative(row[v], fr), slope(map_logit(row[v], sigma, kappa), kappa)
+        if kappa is not None:
+            a = mul32(a, down)
+        if not epsilon:
+            column = mul32(a, f)
+        else:
+            k_v = k if weight is None else mul32(k, weight[v])
+            column = fma32(a, f, k_v if kappa is None else mul32(k_v, down))
+        out.append(rn(ft if v == t else column, dtype))
     return out + [0.0] * (len(row) - U)
 
 
@@ -686,6 +812,54 @@ def divide(words, by):
     out = _round_ratio(-L if W < 0 else L, abs(W), "fp32")
     return out if out != 0 else 0.0
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Statistics of a row (section 13)
+
+RowStats = namedtuple("RowStats", "lse logprob entropy max_abs hit")
+
+
+def stat_words(row, t, M, lo=0, hi=None, v_start=0, ignore_index=-100, sigma=1.0, kappa=None):
+    """A shard's ([word 0, word 1], least). An ignored row is not read.
+
+    Section 13 has no `before` where t is out of range; a shard cannot know that of t >= V, and no result depends on it.
+    """
+    hi = len(row) if hi is None else hi
+    if t == ignore_index:
+        return [0, 0], INF
+    least = min((x for x in row[lo:hi] if x > -INF), default=INF)           # NaN is not above
+    fr = frame(M, sigma, kappa)
+    if fr.degenerate:
+        return [0, 0], least
+    E, before = 0, False
+    for v in range(lo, hi):
+        if faulty(row[v], fr):
+            continue
+        xp = shifted(row[v], fr)
+        if term(xp) is not None:
+            E += nearest(mul32(relative(row[v], fr), add32(fr.Mp, -xp)), 43)
+        before = before or (v_start + v < t and row[v] == fr.M)
+    return [E & (1 << 40) - 1, (E >> 40) + (before << 40)], least
+
+
+def row_stats(stats, least, words, row, t, M, V=None, ignore_index=-100, sigma=1.0, kappa=None):
+    """From the summed words of section 13, the least of the shards' least and the summed words of section 4."""
+    r = settle(words, row, t, M, len(row) if V is None else V, ignore_index, sigma, kappa)
+    if r.status == "ignored":
+        return RowStats(0.0, 0.0, 0.0, 0.0, False)
+    if r.status not in ("ok", "target"):
+        return RowStats(NAN, NAN, NAN, NAN, False)
+    low, top = carry(stats, 1, 40)
+    before, top = mark(top, 40)
+    m, k = split(rn(r.denom, "fp32"))
+    log_denom = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), mul64(float(k), LN2_HI))
+    fr = frame(M, sigma, kappa)
+    spread = mul64(scale64(_round(low + (top << 40), 0, "fp64"), -43), r.inv)
+    logprob = rn(-r.l, "fp32")
+    return RowStats(
+        rn(r.L, "fp32"), logprob if logprob != 0 else 0.0, rn(add64(log_denom, spread), "fp32"),
+        max(abs(map_logit(x, sigma, kappa)) for x in (fr.M, least)), r.status == "ok" and row[t] == fr.M and before == 0,
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

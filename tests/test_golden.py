@@ -60,3 +60,30 @@ def test_the_oracle_agrees(dce):
         squares = oracle.square_words([x for row in rows for x in row])
         assert squares == results["squares"].tolist()
         assert_bits(results["norm"], oracle.norm(squares), name)
+
+
+@pytest.mark.parametrize("name", ["mapped-special-fp32", "mapped-special-fp16"])
+def test_the_oracle_agrees_on_smoothing_maps_and_statistics(dce, name):
+    logits, targets, upstream = dce.golden.inputs(name)
+    results, rows = dce.golden.run(name), logits.float().tolist()
+    columns = len(rows[0])
+    weight = ((dce.golden._uniform(102, columns) & 0xFFFF) - 8192).float() / 32768.0
+    for key, options in dce.golden.CASES[name].options(weight, columns - columns // 9).items():
+        U = options.get("valid_vocab", columns)
+        weights = options["weight"].tolist() if "weight" in options else None
+        mapping = {"sigma": oracle.f32(options.get("logit_scale", 1.0)), "kappa": options.get("softcap")}
+        epsilon = options.get("label_smoothing", 0.0)
+        for row, values in enumerate(rows):
+            what, t, M = f"{name}, {key}, row {row}", int(targets[row]), oracle.row_max(values[:U])
+            words, sum_of_logits = oracle.denom_digits(values, M, 0, U, **mapping), oracle.logit_words(values, M, 0, U, weight=weights, **mapping)
+            out = oracle.options(words, values, t, M, options.get("z_loss", 0.0), weights, U, epsilon=epsilon, logits=sum_of_logits, **mapping)
+            assert_bits(results[f"{key}_none"][row], out.loss, what)
+            assert_bits(results[f"{key}_sharded_loss"][row], out.loss, what)
+            g, g_lse = float(upstream[row]), float(upstream.flip(0)[row])
+            grad = oracle.gradient_with(values, t, M, out.state, g, g_lse, name[-4:], U, weight=weights, epsilon=epsilon, **mapping)
+            assert_bits(results[f"{key}_grad_none"][row], grad, what)
+            stats, least = oracle.stat_words(values, t, M, 0, U, **mapping)
+            expected = oracle.row_stats(stats, least, words, values[:U], t, M, **mapping)
+            for field in ("logprob", "entropy", "max_abs"):
+                assert_bits(results[f"{key}_{field}"][row], getattr(expected, field), what)
+            assert bool(results[f"{key}_hit"][row]) == expected.hit, what

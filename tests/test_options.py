@@ -29,14 +29,15 @@ def batch(N=13, V=101, dtype="fp32", seed=0, scale=4.0):
 # Every bit, against the oracle
 
 
-def expected_of(rows, targets, dtype, reduction, g, g_lse, lam, weight, U, num_items):
-    """What section 12 says: (out, z, lse, gradient), all but lse as lists of floats."""
+def expected_of(rows, targets, dtype, reduction, g, g_lse, lam, weight, U, num_items, epsilon=0.0, **mapping):
+    """What section 12 says: (out, z, lse, gradient), all but lse as lists of floats. `mapping` is the oracle's sigma and kappa."""
     U = len(rows[0]) if U is None else U
     results, maxima = [], []
     for row, t in zip(rows, targets):
         M = o.row_max(row[:U])
         maxima.append(M)
-        results.append(o.options(o.denom_digits(row[:U], M), row, t, M, lam, weight, U))
+        sum_of_logits = o.logit_words(row[:U], M, weight=weight, **mapping) if epsilon else None
+        results.append(o.options(o.denom_digits(row[:U], M, **mapping), row, t, M, lam, weight, U, epsilon=epsilon, logits=sum_of_logits, **mapping))
     losses, zs = [r.loss for r in results], [r.z for r in results]
     words, z_words = o.loss_words(losses, targets), o.loss_words(zs, targets)
     by = None
@@ -56,23 +57,26 @@ def expected_of(rows, targets, dtype, reduction, g, g_lse, lam, weight, U, num_i
     grad = []
     for i, (row, t, M, r) in enumerate(zip(rows, targets, maxima, results)):
         G = o.upstream(g[i] if reduction == "none" else g[0], words, by)
-        grad += o.gradient_with(row, t, M, r.state, G, None if g_lse is None else g_lse[i], dtype, U)
+        grad += o.gradient_with(row, t, M, r.state, G, None if g_lse is None else g_lse[i], dtype, U, weight=weight, epsilon=epsilon, **mapping)
     return out, z, [r.lse for r in results], grad
 
 
-def compare(dce, logits, targets, reduction, g, g_lse=None, z_loss=0.0, weight=None, valid_vocab=None, num_items=None):
+def compare(dce, logits, targets, reduction, g, g_lse=None, z_loss=0.0, weight=None, valid_vocab=None, num_items=None, label_smoothing=0.0, logit_scale=1.0, softcap=None):
     leaf = logits.detach().clone().requires_grad_()
     weights = None if weight is None else torch.tensor(weight, dtype=torch.float32)
     t = torch.tensor(targets)
     out, z, lse = dce.cross_entropy(
-        leaf, t, reduction, z_loss=z_loss, weight=weights, valid_vocab=valid_vocab, num_items=num_items, return_z_loss=True, return_lse=True, validate=False
+        leaf, t, reduction, z_loss=z_loss, weight=weights, valid_vocab=valid_vocab, num_items=num_items, label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap,
+        return_z_loss=True, return_lse=True, validate=False,
     )
     upstream = torch.tensor(g if reduction == "none" else g[0])
     outputs, grads = [out], [upstream]
     if g_lse is not None:
         outputs, grads = [out, lse], [upstream, torch.tensor(g_lse)]
     torch.autograd.backward(outputs, grads)
-    expected = expected_of(rows_of(logits), targets, FORMAT[logits.dtype], reduction, g, g_lse, z_loss, weight, valid_vocab, num_items)
+    expected = expected_of(
+        rows_of(logits), targets, FORMAT[logits.dtype], reduction, g, g_lse, z_loss, weight, valid_vocab, num_items, label_smoothing, sigma=logit_scale, kappa=softcap
+    )
     for got, want, name in zip((out, z, lse, leaf.grad), expected, ("loss", "z_loss", "lse", "gradient")):
         assert_bits(got, want, name)
 
@@ -204,7 +208,10 @@ CASES = {
     "z_loss": dict(z_loss=1e-3),
     "weight": dict(weight=True),
     "valid": dict(valid_vocab=89),
+    "smoothing": dict(label_smoothing=0.1),
+    "mapped": dict(logit_scale=0.5, softcap=30.0),
     "all": dict(z_loss=0.02, weight=True, valid_vocab=89, num_items=77),
+    "all and mapped": dict(z_loss=0.02, weight=True, valid_vocab=89, num_items=77, label_smoothing=0.1, logit_scale=1.5, softcap=8.0),
     "nothing but lse": dict(return_lse=True),
 }
 
@@ -237,11 +244,12 @@ def test_shards(dce, dtype, case, reduction):
     shards = [(0, 1), (1, 50), (50, 50), (50, 95), (95, 101)]
     clipped = [(min(a, valid), min(b, valid)) for a, b in shards]
     maximum = torch.stack([dce.rowmax(logits, a, b) for a, b in clipped]).amax(0)
-    digits = sum(dce.denom_digits(logits, maximum, a, b) for a, b in reversed(clipped))
-    rows = {k: v for k, v in kw.items() if k != "num_items"}
-    losses, _, zs, lse2 = dce.finalize(digits, logits, targets, maximum, return_z_loss=True, return_lse=True, **rows)
+    mapping = {k: v for k, v in kw.items() if k in ("logit_scale", "softcap")}
+    digits = sum(dce.denom_digits(logits, maximum, a, b, **mapping) for a, b in reversed(clipped))
+    rows, weight = {k: v for k, v in kw.items() if k != "num_items"}, kw.get("weight")
+    smoothing = {"logit_digits": sum(dce.logit_digits(logits, maximum, a, b, weight=weight, **mapping) for a, b in clipped)} if "label_smoothing" in kw else {}
+    losses, _, zs, lse2 = dce.finalize(digits, logits, targets, maximum, return_z_loss=True, return_lse=True, **rows, **smoothing)
     assert_same(lse2, lse.detach())
-    weight = kw.get("weight")
     more = {}
     if reduction == "mean":
         more = {"num_items": kw["num_items"]} if "num_items" in kw else {"sums": dce.loss_digits(losses, targets, weight=weight)}

@@ -4,6 +4,7 @@ ERR is the error of a term, 2^-22.95, which exhaustive_term.cpp establishes for 
 """
 import ctypes
 import ctypes.util
+import itertools
 import math
 import random
 from fractions import Fraction
@@ -16,6 +17,7 @@ import oracle as o
 
 mpmath.mp.prec = 200
 ERR = 2.0 ** -22.95
+CAP = 2.0 ** -21.93 + 3 * 2.0 ** -24                            # of a capped logit: of tanh (exhaustive_map.cpp), of its argument and the last rounding
 INF, NAN = math.inf, math.nan
 f32 = o.f32
 
@@ -398,3 +400,190 @@ def test_exact_reductions():
     assert math.isnan(o.reduce(o.loss_words([NAN, 1.0], [0, 0]), "mean"))
     assert o.reduce(o.loss_words([NAN, 1.0], [-100, 0]), "mean") == 1.0
     assert o.bits32(o.reduce(o.loss_words([-SUBNORMAL, 0.0, 0.0, 0.0], [0] * 4), "mean")) == 0    # underflows to +0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Options and statistics
+
+
+MAPS = [(1.0, None), (f32(0.35), None), (3.0, None), (1.0, 30.0), (f32(0.7), 50.0), (2.0, 1.0), (f32(1e-3), f32(1e-2)), (1.0, f32(1e4))]
+
+
+def capped(x, sigma, kappa):
+    """The real map of an fp32, to 200 bits."""
+    y = mpmath.mpf(sigma) * mpmath.mpf(x)
+    return y if kappa is None else kappa * mpmath.tanh(y / kappa)
+
+
+@pytest.mark.parametrize("sigma, kappa", MAPS)
+def test_map_and_slope(sigma, kappa):
+    """CAP and 2^-21, which exhaustive_map.cpp establishes for many more."""
+    rng = random.Random(17)
+    xs = [f32(s * rng.gauss(0, 1) * (kappa or 30.0) / sigma) for s in (1e-6, 1e-3, 0.1, 0.5, 1, 4, 20) for _ in range(100)]
+    worst = worst_slope = 0.0
+    for x in xs + [2.0 ** 100, 2.0 ** -90]:
+        y, exact = o.map_logit(x, sigma, kappa), capped(x, sigma, kappa)
+        worst = max(worst, float(abs(y - exact) / abs(exact)))
+        assert kappa is None or abs(y) <= kappa
+        assert o.bits32(o.map_logit(-x, sigma, kappa)) == o.bits32(-y)
+        down = o.slope(y, kappa)
+        true = 1 if kappa is None else 1 - (exact / kappa) ** 2
+        worst_slope = max(worst_slope, float(abs(down - true)))
+        assert 0 <= down <= 1
+    assert worst <= (2.0 ** -24 if kappa is None else CAP) and worst_slope <= (0 if kappa is None else 2.0 ** -21), (worst, worst_slope)
+    for x in (INF, -INF, NAN, 0.0, -0.0):
+        assert o.bits32(o.map_logit(x, sigma, kappa)) == o.bits32(x)
+    assert o.slope(-INF, kappa) == (0.0 if kappa else 1.0) and o.slope(0.0, kappa) == 1.0
+
+
+def whole_options(row, t, **kw):
+    """options() of a whole row with the words it takes, and its maximum."""
+    U, named = kw.get("U") or len(row), {k: kw[k] for k in ("sigma", "kappa") if k in kw}
+    M = o.row_max(row[:U])
+    logits = o.logit_words(row, M, 0, U, weight=kw.get("weight"), **named)
+    return o.options(o.denom_digits(row, M, 0, U, **named), row, t, M, logits=logits, **kw), M
+
+
+OPTION_ROWS = {
+    "normal": ([f32(random.Random(18).gauss(0, 3)) for _ in range(40)], 7),
+    "wide": ([f32(random.Random(19).gauss(0, 40)) for _ in range(33)], 5),
+    "confident": ([f32(25.0)] + [f32(0.1 * i) for i in range(20)], 0),
+    "shifted": ([2e6 - 0.125 * (i % 7) for i in range(20)], 3),
+    "target dropped": ([300.0] + [0.0] * 10, 4),
+}
+
+
+@pytest.mark.parametrize("name", OPTION_ROWS)
+@pytest.mark.parametrize("U", [None, 11])
+def test_options_against_torch(name, U):
+    """Loss and gradient of every combination, from torch's own function in fp64 and its autograd.
+
+    Both sides of a difference have errors: ERR of a term in each probability, half an ulp of the loss, 2^-21 of a slope, and
+    CAP of a capped logit, to which the loss is as sensitive as to a logit. fp64's own 2^-52 shows where logits are large.
+    """
+    torch = pytest.importorskip("torch")
+    row, t = OPTION_ROWS[name]
+    generator = torch.Generator().manual_seed(5)
+    weight = [w if i % 4 else 0.0 for i, w in enumerate((torch.rand(len(row), generator=generator) * 2).tolist())]
+    big = max(map(abs, row))
+    for epsilon, w, (sigma, kappa), lam in itertools.product((0.0, 0.1, 1.0), (None, weight), ((1.0, None), (0.5, None), (1.0, 30.0), (f32(1.7), 8.0)), (0.0, 0.01)):
+        out, M = whole_options(row, t, lam=lam, weight=w, U=U, epsilon=epsilon, sigma=sigma, kappa=kappa)
+        x = torch.tensor([row], dtype=torch.float64, requires_grad=True)
+        y = sigma * x if kappa is None else kappa * torch.tanh(sigma * x / kappa)
+        valid = y[:, :U]
+        lse = torch.logsumexp(valid, 1)
+        given = None if w is None else torch.tensor(w[:U], dtype=torch.float64)
+        each = torch.nn.functional.cross_entropy(valid, torch.tensor([t]), given, reduction="none", label_smoothing=epsilon)
+        (0.7 * (each + lam * lse ** 2) + 0.3 * lse).sum().backward()
+        loss = (each + lam * lse ** 2).item()
+        # how far one logit of the softmax may be off: a cap's error or a scale's rounding; and fp64's loss of two large numbers
+        unit = CAP if kappa else 0.0 if sigma == 1 else 2.0 ** -24
+        logit = unit * min(big * sigma, kappa or INF) + 2.0 ** -50 * big
+        lse_size = abs(lse.item())
+        factor = max(w or [1.0])
+        assert abs(out.loss - loss) <= factor * (2 * logit + ERR) + ulp32(loss) / 2 + 2 * lam * (lse_size + 1) * (logit + ERR), (epsilon, sigma, kappa, lam)
+        assert abs(out.lse - lse.item()) <= logit + ERR + ulp32(lse_size) / 2
+        got = o.gradient_with(row, t, M, out.state, f32(0.7), f32(0.3), "fp32", U, weight=w, epsilon=epsilon, sigma=sigma, kappa=kappa)
+        # each part of a column: its probability times scale and z-loss, and what smoothing takes from it
+        parts = sigma * (0.7 * factor + 0.3 + 1.4 * lam * lse_size)
+        slope_error = 2.0 ** -21 if kappa else 0.0
+        for v, (a, b) in enumerate(zip(got, x.grad[0].tolist())):
+            assert abs(a - b) <= parts * (2 * logit + 2 * ERR + 2.0 ** -23 + slope_error) + abs(b) * 2.0 ** -23 + 2.0 ** -60, (v, a, b, epsilon, sigma, kappa, lam)
+        assert got[len(row) if U is None else U:] == [0.0] * (0 if U is None else len(row) - U)
+
+
+def test_smoothing_of_infinities():
+    """As torch: a masked column makes the mean of all classes' losses infinite, and leaves the gradient finite; one of weight 0 does not count."""
+    row, w = [1.0, -INF, f32(0.3), 2.0], [1.0, 0.0, 0.5, 2.0]
+    out, M = whole_options(row, 0, epsilon=0.1)
+    assert out.loss == INF and all(map(math.isfinite, o.gradient_with(row, 0, M, out.state, 1.0, epsilon=0.1)))
+    out, M = whole_options(row, 0, epsilon=0.1, weight=w)
+    lse = math.log(math.exp(1) + math.exp(0.3) + math.exp(2))
+    assert abs(out.loss - (0.9 * (lse - 1) + 0.1 * ((lse - 1) + 0.5 * (lse - 0.3) + 2 * (lse - 2)) / 4)) < 2.0 ** -21
+    assert math.isnan(whole_options(row, 0, epsilon=0.1, weight=[1.0, 0.0, NAN, 1.0])[0].loss)
+    assert math.isnan(whole_options(row, 1, epsilon=1.0)[0].loss)          # 0 * inf
+    masked, M = whole_options(row, 0, kappa=20.0)
+    assert math.isfinite(masked.loss) and o.gradient_with(row, 0, M, masked.state, 1.0, kappa=20.0)[1] == 0.0
+
+
+def test_a_mapped_row_is_the_row_of_its_mapped_logits():
+    """Where the map kept the order: loss and lse are those of the mapped row, and the gradient is that row's times sigma and slope."""
+    rng = random.Random(20)
+    for sigma, kappa in MAPS:
+        row = [f32(rng.gauss(0, 0.5) * (kappa or 30.0)) for _ in range(20)] + [-INF]
+        mapped = [o.map_logit(x, sigma, kappa) for x in row]
+        (out, M), (plain, My) = whole_options(row, 3, sigma=sigma, kappa=kappa), whole_options(mapped, 3)
+        assert My == o.map_logit(M, sigma, kappa)
+        assert (out.loss, out.lse) == (plain.loss, plain.lse)
+        a = o.gradient_with(row, 3, M, out.state, 1.0, sigma=sigma, kappa=kappa)
+        b = o.gradient_with(mapped, 3, My, plain.state, 1.0)
+        for x, y, m in zip(a, b, mapped):
+            assert abs(x - y * sigma * o.slope(m, kappa)) <= abs(y * sigma) * 2.0 ** -22
+
+
+def entropy_of(row, sigma=1.0, kappa=None):
+    """In 200 bits, of the mapped logits as the oracle has them."""
+    y = [mpmath.mpf(v) for v in (o.map_logit(x, sigma, kappa) for x in row) if v > -INF]
+    top = max(y)
+    terms = [mpmath.exp(v - top) for v in y]
+    S = mpmath.fsum(terms)
+    return mpmath.log(S) + mpmath.fsum(e * (top - v) for e, v in zip(terms, y)) / S
+
+
+def whole_stats(row, t, sigma=1.0, kappa=None):
+    M = o.row_max(row)
+    stats, least = o.stat_words(row, t, M, sigma=sigma, kappa=kappa)
+    return o.row_stats(stats, least, o.denom_digits(row, M, sigma=sigma, kappa=kappa), row, t, M, sigma=sigma, kappa=kappa)
+
+
+@pytest.mark.parametrize("name", rows())
+def test_statistics(name):
+    row, t = rows()[name]
+    for sigma, kappa in ((1.0, None), (0.5, None), (1.0, 30.0)):
+        stats = whole_stats(row, t, sigma, kappa)
+        exact = entropy_of(row, sigma, kappa)
+        # log D: ERR of the sum and half an ulp of the fp32 denominator. The spread: two terms' errors and two roundings, and
+        # half of 2^-43 a column. Then the result's own rounding.
+        bound = (ERR + 2.0 ** -24) + float(exact) * (2 * ERR + 2.0 ** -23) + len(row) * 2.0 ** -44 + ulp32(exact) / 2
+        assert abs(stats.entropy - exact) <= bound, (float(exact), stats.entropy)
+        loss = whole_options(row, t, sigma=sigma, kappa=kappa)[0]
+        assert o.bits32(stats.lse) == o.bits32(loss.lse) and stats.logprob == -loss.loss and o.bits32(stats.logprob) != 1 << 31
+        finite = [abs(o.map_logit(x, sigma, kappa)) for x in row if x > -INF]
+        assert abs(stats.max_abs - max(finite)) <= (max(finite) * 4 * 2.0 ** -23 if kappa else 0)    # the map may fall by 3 ulp
+        assert stats.hit == (row.index(max(row)) == t)
+
+
+def test_statistics_of_no_row():
+    for row in ([NAN, 1.0], [INF, 1.0], [-INF, -INF]):
+        assert all(x != x for x in whole_stats(row, 0)[:4]) and not whole_stats(row, 0).hit
+    assert whole_stats([1.0, 2.0], -100) == (0.0, 0.0, 0.0, 0.0, False)
+    for t in (2, -1):
+        stats = whole_stats([1.0, 2.0], t)
+        assert stats.logprob != stats.logprob and not stats.hit and stats.entropy > 0 and stats.max_abs == 2.0 and stats.lse > 2
+    assert whole_stats([5.0], 0) == (5.0, 0.0, 0.0, 5.0, True)
+    ties = [1.0, 3.0, 3.0, -7.0, 3.0]
+    assert [whole_stats(ties, t).hit for t in range(5)] == [False, True, False, False, False] and whole_stats(ties, 1).max_abs == 7.0
+
+
+def test_words_of_options_and_statistics_add_up_for_every_cut():
+    rng = random.Random(21)
+    row = [f32(rng.gauss(0, 20)) for _ in range(64)] + [-INF, 0.0, -0.0, SUBNORMAL, f32(-3e38), f32(-1e30)]
+    row[40] = row[50] = M = o.row_max(row)
+    V, weight = len(row), [f32(rng.gauss(0, 1)) for _ in range(len(row))]
+    for sigma, kappa, w, t in ((1.0, None, None, 50), (f32(0.3), None, weight, 40), (1.0, 30.0, None, 3), (2.0, 5.0, weight, 60)):
+        # a cut shard is read by itself too, as columns v_start + [0, hi - lo)
+        sum_of = lambda lo, hi: o.logit_words(row[lo:hi], M, 0, None, lo, w, sigma, kappa)
+        stat_of = lambda lo, hi: o.stat_words(row, t, M, lo, hi, 0, -100, sigma, kappa)
+        assert stat_of(7, 30) == o.stat_words(row[7:30], t, M, 0, None, 7, -100, sigma, kappa)
+        whole, (stats, least) = o.carry(sum_of(0, V), 3, 48), stat_of(0, V)
+        for _ in range(10):
+            cuts = sorted(rng.choices(range(V + 1), k=5))
+            shards = list(zip([0] + cuts, cuts + [V]))
+            total = o.carry([sum(words) for words in zip(*(sum_of(*s) for s in shards))], 3, 48)
+            # a mark a shard: only whether there is one is the same
+            assert total[:3] == whole[:3] and o.mark(total[3], 47)[1] == o.mark(whole[3], 47)[1]
+            assert (o.mark(total[3], 47)[0] > 0) == (o.mark(whole[3], 47)[0] > 0) == True
+            parts = [stat_of(*s) for s in shards]
+            added = o.carry([sum(p[0][i] for p in parts) for i in (0, 1)], 1, 40)
+            assert added[0] == stats[0] and o.mark(added[1], 40)[1] == o.mark(stats[1], 40)[1] and min(p[1] for p in parts) == least
+            assert (o.mark(added[1], 40)[0] > 0) == (o.mark(stats[1], 40)[0] > 0) == (t > 40)

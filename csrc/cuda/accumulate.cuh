@@ -91,8 +91,8 @@ __device__ __forceinline__ void add_near_and_far_values(Windows& w, const float 
   }
 }
 
-// Three windows more, below the two, in shared memory, for they are rarely wanted: s in [-64, -33], [-96, -65], [-128, -97]. No kept term lies lower (SPEC 4).
-constexpr int kLowWindows = 3;
+// Windows more, below the two, in shared memory, for they are rarely wanted: s in [-64, -33], [-96, -65], [-128, -97], and -129. No kept term lies lower (SPEC 4).
+constexpr int kLowWindows = 4;
 // Adds the terms of x that lie in them to this thread's own, low[i * kThreads]. lowest: the least s of a kept term, -near_bit.
 template <int kThreads, int kCount>
 __device__ __forceinline__ void add_low_terms(uint64_t* low, const float (&x)[kCount], float magic, int lowest) {
@@ -100,11 +100,11 @@ __device__ __forceinline__ void add_low_terms(uint64_t* low, const float (&x)[kC
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     const Term e = term(x[j], magic);
+    if (!(e.z >= kMagic + static_cast<float>(lowest))) continue;
     const uint64_t p = term_significand(e);
     const uint32_t s = bits(e.z) - kMagicBits;
-    sum[0] += p * one_shifted(s + 64);
-    sum[1] += p * one_shifted(s + 96);
-    if (e.z >= kMagic + static_cast<float>(lowest)) sum[2] += p * one_shifted(s + 128);
+#pragma unroll
+    for (int i = 0; i < kLowWindows; ++i) sum[i] += p * one_shifted(s + 64 + 32 * i);
   }
 #pragma unroll
   for (int i = 0; i < kLowWindows; ++i) low[i * kThreads] += sum[i];
@@ -118,20 +118,21 @@ struct SumScratch {
 };
 
 // A block's sum of a stretch of a row whose maximum is known: words[0..7] of the row, in thread 0; its tag is left to the caller. With kCheck, faulty columns add
-// nothing and are counted. `max` is canonical. All threads call.
-template <class T, bool kCheck, int kThreads, int kUnroll>
-__device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max, int64_t* words, SumScratch<kThreads>& scratch) {
+// nothing and are counted. `max` is canonical. Without kMap the map is not looked at. All threads call.
+template <class T, bool kCheck, bool kMap, int kThreads, int kUnroll>
+__device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max, const LogitMap& map, int64_t* words, SumScratch<kThreads>& scratch) {
   constexpr int kLanes = kVector<T>;
-  const bool degenerate = is_degenerate(max);
+  const bool degenerate = kMap ? is_degenerate(max, map) : is_degenerate(max);
   if (threadIdx.x < kDigits) scratch.below[threadIdx.x] = 0;
   uint64_t* const low = scratch.low + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kLowWindows; ++i) low[i * kThreads] = 0;
   __syncthreads();
 
-  const RowFrame frame = row_frame(degenerate ? 0.0f : max);
-  const int near_bit = frame.n_max - 31 - frame.base;  // 97..128
-  const float near_magic = magic(frame.n_max - 31);
+  const RowFrame frame = row_frame(degenerate ? 0.0f : kMap ? mapped(map, max) : max);
+  const int32_t n_top = frame.n_max + (kMap && map.cap != 0.0f);  // a cap may put a term that much above the maximum's
+  const int near_bit = n_top - 31 - frame.base;  // 97..129
+  const float near_magic = magic(n_top - 31);
   Windows w;
   uint64_t near_low = 0, near_high = 0, far_low = 0, far_high = 0;  // sums of the windows' halves
   uint64_t faults = 0;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
 #pragma unroll 1
     for (int i = 0; i < kLowWindows; ++i) {
       const uint64_t sum = low[i * kThreads];
-      const int shift = near_bit - 64 - 32 * i;  // negative: of the last window, whose terms below bit -shift are dropped
+      const int shift = near_bit - 64 - 32 * i;  // negative: no term that is kept has a bit below -shift
       if (sum == 0) continue;
       low[i * kThreads] = 0;
       int64_t words[kDigits] = {};
@@ -158,7 +159,7 @@ __device__ __forceinline__ void sum_stretch(const RowVectors<T>& row, float max,
     for (int j = 0; j < kLanes; ++j) {
       x[j] = widen(v.lane[j]);
       if (kCheck) top = max_or_nan(top, x[j]);
-      x[j] = add32(x[j], -frame.shift);
+      x[j] = add32(kMap ? mapped(map, x[j]) : x[j], -frame.shift);
     }
     if (kCheck && !(top <= max)) {  // a faulty column becomes -inf: no term
 #pragma unroll

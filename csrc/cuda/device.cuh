@@ -186,6 +186,14 @@ __device__ __forceinline__ void atomic_add(int64_t* to, int64_t v) {
   atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(v));
 }
 
+// The logit of a row's target, 0 if the tensor has none.
+template <class T>
+__device__ __forceinline__ float target_logit(const Logits& logits, const Targets& targets, int64_t row) {
+  const int64_t target = target_at(targets, row);
+  const bool readable = target >= 0 && target < logits.columns && target != targets.ignore_index;
+  return readable ? widen(static_cast<const T*>(logits.data)[row * logits.row_stride + target]) : 0.0f;
+}
+
 // ---- work
 
 // Each row of `columns` in `pieces` cuts of `length`; block (x, y) takes piece y of row x.

@@ -29,8 +29,29 @@ struct alignas(64) Mail {
 constexpr uint16_t kNoTerm = 0xFFFF;
 static_assert(sizeof(Mail) == 64, "eight words");
 
+// The map of the logits: none, which costs nothing, or one. above: a term may have an exponent so much above its maximum's (SPEC 12).
+struct NoMap {
+  __device__ __forceinline__ float operator()(float x) const { return x; }
+  __device__ __forceinline__ int above() const { return 0; }
+};
+struct WithMap {
+  LogitMap map;
+  __device__ __forceinline__ float operator()(float x) const { return mapped(map, x); }
+  __device__ __forceinline__ int above() const { return map.cap != 0.0f; }
+};
+
+template <bool kMap>
+__device__ __forceinline__ auto map_of(const LogitMap& map) {
+  if constexpr (kMap) {
+    return WithMap{map};
+  } else {
+    return NoMap{};
+  }
+}
+
 // A warp adds the sums of a block's `workers` warps, lane i speaking for warp i. The words of the mail, in every lane.
-__device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uint64_t (&out)[kMailWords + 1]) {
+template <class Map>
+__device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, const Map& map, uint64_t (&out)[kMailWords + 1]) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   WarpSum mine = {};
@@ -38,7 +59,7 @@ __device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uin
   mine.below = kNowhere;
   if (lane < workers) mine = sums[lane];
   const int32_t image = __reduce_max_sync(all, mine.image);
-  const float top = from_order_image(image), own = from_order_image(mine.image);
+  const float top = map(from_order_image(image)), own = map(from_order_image(mine.image));
   uint32_t word[kMailWords] = {0, 0, 0, 0, 0, 0, 0};
   int32_t lowest = kNoTerm, below = -1;  // relative to base
   if (!is_degenerate(top) && top >= kLowestTerm) {
@@ -50,7 +71,7 @@ __device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, uin
       below = max(-1, mine.below - base);
       const uint128 near = mine.near[0] + (static_cast<uint64_t>(mine.near[1]) << 21) + (static_cast<uint128>(mine.near[2]) << 42);  // < 2^69
       const uint128 far = mine.far[0] + (static_cast<uint64_t>(mine.far[1]) << 21) + (static_cast<uint128>(mine.far[2]) << 42);
-      const int32_t n = own >= kLowestTerm ? term_exponent(term(own)) : kNowhere;
+      const int32_t n = own >= kLowestTerm ? term_exponent(term(own)) + map.above() : kNowhere;
       const int32_t low = (far != 0 ? n - 63 : n - 31) - base;
       if (near != 0 && n >= base) {
         if (low < 0) {
@@ -123,29 +144,31 @@ __device__ __forceinline__ Mail receive_globally(const Mail* box, int rank, uint
 
 // A row's sum after the exchange: the same in every lane of every block.
 struct RowTotal {
-  float max;
+  float max;  // of the logits, unmapped
   int32_t n_max, base;
   uint64_t limb[4];  // S, in units of 2^(base - 23)
   bool degenerate;
   bool exact;  // false: the row needs the fallback
 };
 // mail: in lane i that of block i; lanes from `group` on repeat another.
-__device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group) {
+template <class Map>
+__device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group, const Map& map) {
   const uint32_t all = 0xFFFFFFFFu;
   const bool has = static_cast<int>(threadIdx.x % kWarp) < group;
   RowTotal out = {};
   out.max = from_order_image(__reduce_max_sync(all, mail.image));
   out.exact = true;
-  out.degenerate = is_degenerate(out.max);
+  const float max = map(out.max);
+  out.degenerate = is_degenerate(out.max) || is_degenerate(max);
   if (out.degenerate) return out;
-  if (row_shift(out.max) != 0.0f) {
+  if (row_shift(max) != 0.0f) {
     out.exact = false;
     return out;
   }
-  out.n_max = term_exponent(term(out.max));
+  out.n_max = term_exponent(term(max));
   out.base = base_of(out.n_max);
 
-  const float own = from_order_image(mail.image);
+  const float own = map(from_order_image(mail.image));
   const int32_t own_base = own >= kLowestTerm && has ? base_of(term_exponent(term(own))) : out.base;
   const int32_t drop = (out.base - own_base) / 32;  // words of the slice below the row's
   bool exact = !has || mail.below == kNoTerm || own_base + mail.below < out.base;
@@ -155,7 +178,7 @@ __device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group) {
   if (__any_sync(all, drop != 0)) {
     // Exact if the row drops the slice whole, or none of it.
     const bool none = mail.lowest == kNoTerm || own_base + mail.lowest >= out.base;
-    const bool whole = term_exponent(term(own)) < out.base;
+    const bool whole = term_exponent(term(own)) + map.above() < out.base;
     exact = exact && (drop == 0 || none || whole);
 #pragma unroll
     for (int i = 0; i < kMailWords; ++i) halves[i] = has && !whole && drop < kMailWords ? mail.halves[i] : 0;
@@ -182,7 +205,7 @@ __device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group) {
   return out;
 }
 
-// row_sums, for a row that is not degenerate and has a target: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
+// row_sums, for a row that is not degenerate and has a target, its logit as mapped: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
 __device__ __forceinline__ RowSums sums_of(const RowTotal& total, float x_target) {
   const uint32_t all = 0xFFFFFFFFu;
   const Term e = term(x_target);
@@ -209,12 +232,6 @@ __device__ __forceinline__ RowSums sums_of(const RowTotal& total, float x_target
   sums.s = {__shfl_sync(all, mine.m, 0), __shfl_sync(all, mine.k, 0) + unit};
   sums.d = {__shfl_sync(all, mine.m, 1), __shfl_sync(all, mine.k, 1) + unit};
   return sums;
-}
-
-template <bool kOptions>
-__device__ __forceinline__ RowState scaled_state_of(const RowOptions& options, const RowTotal& total, float x_target, int64_t target) {
-  const RowSums sums = sums_of(total, x_target);
-  return kOptions ? state_with(options, sums, target) : row_state(sums);
 }
 
 }  // namespace cuda

@@ -23,22 +23,27 @@ namespace dce {
 namespace cuda {
 namespace {
 
-// kOptions: rows have options that change their scale, or columns that do not end with a vector, or gradients at another distance than columns.
-template <class T, bool kGrad, bool kOptions>
+template <class T, bool kGrad, Features kFeatures>
 __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows, const RowExtras extras) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
-  Control& control = *reinterpret_cast<Control*>(shared + control_begin<T>());
-  Mail* const cluster_mail = reinterpret_cast<Mail*>(shared + control_begin<T>() + control_bytes(rows.slots));
-  unsigned char* const ring = shared + overhead_bytes<T>(rows.mail == nullptr ? rows.group : 0, rows.slots);
+  constexpr bool kOptions = kFeatures != kPlain, kExtras = kFeatures == kAll;
+  Control& control = *reinterpret_cast<Control*>(shared + control_begin<T, kFeatures>());
+  Mail* const cluster_mail = reinterpret_cast<Mail*>(shared + control_begin<T, kFeatures>() + control_bytes(rows.slots));
+  unsigned char* const ring = shared + overhead_bytes<T, kFeatures>(rows.mail == nullptr ? rows.group : 0, rows.slots);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const uint32_t rank = blockIdx.x;  // in the group
   const int64_t groups = gridDim.y, first_row = blockIdx.y;
+  const auto map = map_of<kExtras>(extras.options.map);
   TermTable<T> table;
   if constexpr (TermTable<T>::kExists) {
     table.filled = rows.logits.rows >= kTableRows * groups;
-    if (table.filled) TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
+    if (table.filled && kExtras) {
+      TermTable<T>::fill(shared, shared + table_bytes<T>(), extras.options.map, threadIdx.x, kFusedThreads);
+    } else if (table.filled) {
+      TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
+    }
     table.entries = shared;
     table.minus_first = rows.minus_first;
   }
@@ -83,13 +88,14 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     const int own = warp - kWorkers;
     for (int i = 0; i < own; ++i) slot.next(rows.slots);
     uint32_t turn = 0;  // of this combiner: even and odd rows use its two mailboxes
+    const double constant = kExtras && extras.options.smoothing != 0.0 ? constant_of(extras.options, rows.logits.columns) : 0.0;
     const double g = kOptions ? upstream_of(upstream_one(rows.sums, extras.divisor), 0) : plain_upstream_of({nullptr, 0, rows.sums, Divisor::kOne, nullptr, 0}, 0);
     for (int64_t row = first_row + own * groups; row < rows.logits.rows; row += kCombiners * groups) {
       const int64_t target = target_at(rows.targets, row);
       const bool ignored = target == rows.targets.ignore_index;
       const bool has_target = target >= 0 && target < rows.logits.columns;
       const float x = has_target && !ignored ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
-      RowMessage message = {{0.0f, 0.0f}, 0, -1, kZero};
+      RowMessage message = {{0.0f, 0.0f, -0.0f}, 0, -1, kZero, 0.0f, 0, false};
       RowTotal total = {};
       total.max = -INFINITY;
       total.exact = true;
@@ -97,7 +103,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       if (!ignored) {
         const int box = own + (turn & 1) * kCombiners, sender = lane < rows.group ? lane : 0;
         uint64_t out[kMailWords + 1];
-        write_mail(control.slot[slot.index].sum, kWorkers, out);
+        write_mail(control.slot[slot.index].sum, kWorkers, map, out);
         Mail mail;
         if (rows.group == 1) {
           mail = mail_of(out);
@@ -110,7 +116,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           send_globally(out, global_mail, rank, turn);
           mail = receive_globally(global_mail, sender, turn);
         }
-        total = add_mail(mail, rows.group);
+        total = add_mail(mail, rows.group, map);
         ++turn;
         if (kGrad) {
           if (!total.exact) {
@@ -118,8 +124,21 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
           } else if (total.degenerate || !has_target) {
             message.mode = kNaN;
           } else {
-            message = {row_scale(g, scaled_state_of<kOptions>(extras.options, total, x, target)), total.n_max, target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1, kScaled};
+            const float y = map(x);
+            const RowSums sums = sums_of(total, y);
+            message.scale = row_scale(g, kOptions ? state_with(extras.options, sums, target, y, rows.logits.columns) : row_state(sums));
+            message.n_max = total.n_max;
+            message.own = target >= begin && target < begin + columns ? static_cast<int32_t>(target - begin) : -1;
+            message.mode = kScaled;
             if (kOptions && !is_finite(message.scale.scale)) message.mode = kNaN;  // a mean over weights that are no number
+            if (kExtras && extras.options.smoothing != 0.0) message.scale.constant = static_cast<float>(mul64(g, constant));
+          }
+          if (kExtras && extras.words.stats != nullptr && total.exact && !total.degenerate) {
+            message.stats = true;
+            message.n_max = total.n_max;
+            message.max = total.max;
+            const int64_t before = has_target && x == total.max ? target - begin : 0;
+            message.before = before < columns ? static_cast<int32_t>(before) : columns;
           }
         }
       }
@@ -157,7 +176,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
             for (int j = columns % kLanes; j < kLanes; ++j) last[j] = narrow<T>(-INFINITY);
             fence_async();
           }
-          share = sum_share<T>(reinterpret_cast<const uint4*>(ring + slot.index * slot_bytes), vectors, share_of * kWarp + lane, table, control.slot[slot.index].sum[warp]);
+          uint4* const slice = reinterpret_cast<uint4*>(ring + slot.index * slot_bytes);
+          share = sum_share<T, kExtras>(slice, vectors, columns, share_of * kWarp + lane, table, map, extras, row, control.slot[slot.index].sum[warp]);
         }
         __syncwarp();
         if (lane == 0) {
@@ -173,8 +193,13 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         T* to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
         if constexpr (kOptions) to = static_cast<T*>(rows.grad) + grad_row * extras.grad_stride + begin;
         const int first = grad_share_of * kWarp + lane;
-        if (message.mode == kScaled) {
-          write_share<T>(slice, vectors, first, grad_share, table, message, to);
+        if (kExtras && message.stats) {
+          const T* const logits = static_cast<const T*>(rows.logits.data) + grad_row * rows.logits.row_stride + begin;
+          stat_share<T>(slice, vectors, first, grad_share, table, map, message, extras, logits, extras.words.stats + grad_row * kStatWords);
+        }
+        if (kExtras && rows.grad == nullptr) {
+        } else if (message.mode == kScaled) {
+          write_share<T, kExtras>(slice, vectors, first, grad_share, table, map, extras, message, to);
         } else if (message.mode != kSkip) {
           Vector<T> v;
 #pragma unroll
@@ -231,7 +256,7 @@ struct Device {
   int processors = 0;
   int clusters[kMaxGroup + 1] = {};  // how many clusters of each size it holds at once, a block a processor
 };
-template <class T, bool kGrad, bool kOptions>
+template <class T, bool kGrad, Features kFeatures>
 const Device& device_of(int index) {
   static std::mutex mutex;
   static std::map<int, Device> known;
@@ -239,7 +264,7 @@ const Device& device_of(int index) {
   const auto found = known.find(index);
   if (found != known.end()) return found->second;
   Device d;
-  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad, kOptions>);
+  const void* kernel = reinterpret_cast<const void*>(&fused_kernel<T, kGrad, kFeatures>);
   int major = 0, shared_bytes = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index), "cudaDeviceGetAttribute");
   check(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, index), "cudaDeviceGetAttribute");
@@ -264,7 +289,7 @@ const Device& device_of(int index) {
 }
 
 // False if the layout or the device is not one for this kernel.
-template <class T, bool kGrad, bool kOptions>
+template <class T, bool kGrad, Features kFeatures>
 bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t grad_stride, Plan& plan) {
   constexpr int kLanes = kVector<T>;
   const int64_t vectors = (logits.columns + kLanes - 1) / kLanes;
@@ -272,7 +297,7 @@ bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t 
   if (vectors * kLanes > logits.columns + padding || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
-  const Device& device = device_of<T, kGrad, kOptions>(index);
+  const Device& device = device_of<T, kGrad, kFeatures>(index);
   // short rows go stage by stage, unless they are few: then it is the launches that take the time
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes && logits.rows > device.processors) return false;
   int64_t best = 0;
@@ -282,31 +307,31 @@ bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t 
       const int64_t slice = ((vectors + group - 1) / group) * kLanes;
       const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
       int slots = kMaxSlots;
-      while (slots > 0 && overhead_bytes<T>(cluster ? group : 0, slots) + slots * slot_bytes > device.shared_bytes) --slots;
+      while (slots > 0 && overhead_bytes<T, kFeatures>(cluster ? group : 0, slots) + slots * slot_bytes > device.shared_bytes) --slots;
       if (slots < kFusedPolicy.least_slots || (group > 1 && slot_bytes < kFusedPolicy.least_slice_bytes)) continue;
       const int64_t most = cluster ? device.clusters[group] : device.processors / group, groups = most < logits.rows ? most : logits.rows;
       // busy processors, times the part of their work that is columns and not a row's own cost
       const int64_t worth = groups * group * slot_bytes * 1024 / (slot_bytes + row_cost);
       if (worth <= best) continue;
       best = worth;
-      plan = {cluster, group, static_cast<int>(groups), slots, static_cast<int>(slice), static_cast<size_t>(overhead_bytes<T>(cluster ? group : 0, slots) + slots * slot_bytes)};
+      plan = {cluster, group, static_cast<int>(groups), slots, static_cast<int>(slice), static_cast<size_t>(overhead_bytes<T, kFeatures>(cluster ? group : 0, slots) + slots * slot_bytes)};
     }
   }
   return best > 0;
 }
 
-template <class T, bool kGrad, bool kOptions>
+template <class T, bool kGrad, Features kFeatures>
 bool launch(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad,
             int64_t grad_stride, Context context) {
   Plan plan;
-  if (!make_plan<T, kGrad, kOptions>(logits, options.padding, grad, grad_stride, plan)) return false;
+  if (!make_plan<T, kGrad, kFeatures>(logits, options.padding, grad, grad_stride, plan)) return false;
   Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
   const Rows rows = {logits, targets, total.divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
                      TermTable<__nv_bfloat16>::kMinusFirst};
-  const RowExtras extras = {options, total.divisor, grad_stride};
+  const RowExtras extras = {options, total.divisor, grad_stride, scratch.words};
   cudaLaunchAttribute attribute;
   const cudaLaunchConfig_t config = configure(plan, &attribute, stream_of(context));
-  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad, kOptions>, rows, extras);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, fused_kernel<T, kGrad, kFeatures>, rows, extras);
   if (launched == cudaErrorCooperativeLaunchTooLarge) {  // a part of the device is somebody else's
     cudaGetLastError();
     return false;
@@ -314,7 +339,7 @@ bool launch(const Logits& logits, const Targets& targets, const RowOptions& opti
   check(launched, "cross_entropy");
   const int64_t most = static_cast<int64_t>(kSettleResident) * processors(), rows_a_block = (logits.rows + most - 1) / most;
   const unsigned blocks = static_cast<unsigned>((logits.rows + rows_a_block - 1) / rows_a_block);
-  settle_kernel<T, kGrad><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, total);
+  settle_kernel<T, kGrad, kFeatures == kAll><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, total);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }
@@ -325,19 +350,26 @@ void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_
 
 bool fused(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total,
            void* grad, int64_t grad_stride, Context context) {
+  const bool all = options.on && (options.smoothing != 0.0 || !is_identity(options.map) || scratch.words.stats != nullptr);
+  if (options.smoothing != 0.0 && options.weights.data != nullptr) return false;  // a weight for every logit would have to be read with it
   bool done = false;
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto run = [&](auto with_grad, auto with_options) {
-      done = launch<T, decltype(with_grad)::value, decltype(with_options)::value>(logits, targets, options, scratch, row_max, out, total, grad, grad_stride, context);
+    const auto run = [&](auto with_grad, auto features) {
+      done = launch<T, decltype(with_grad)::value, decltype(features)::value>(logits, targets, options, scratch, row_max, out, total, grad, grad_stride, context);
     };
+    using Plain = std::integral_constant<Features, kPlain>;
+    using RowOptionsOnly = std::integral_constant<Features, kRowOptions>;
+    using All = std::integral_constant<Features, kAll>;
     const bool partial = logits.columns % kVector<T> != 0;
-    if (grad == nullptr) {
-      partial ? run(std::false_type(), std::true_type()) : run(std::false_type(), std::false_type());
+    if (all) {
+      run(std::true_type(), All());
+    } else if (grad == nullptr) {
+      partial ? run(std::false_type(), RowOptionsOnly()) : run(std::false_type(), Plain());
     } else if (partial || grad_stride != logits.columns || (options.on && (options.z_loss != 0.0 || options.weights.data != nullptr))) {
-      run(std::true_type(), std::true_type());
+      run(std::true_type(), RowOptionsOnly());
     } else {
-      run(std::true_type(), std::false_type());
+      run(std::true_type(), Plain());
     }
   });
   return done;

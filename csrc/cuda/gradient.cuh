@@ -6,15 +6,29 @@
 namespace dce {
 namespace cuda {
 
-// x: shifted logits; magic: magic(n_max); scale finite. kDeep: some may lie more than kGradDepth octaves below the maximum, or have no term.
-template <class T, bool kDeep, int kCount>
-__device__ __forceinline__ void gradients(const float (&x)[kCount], float magic, float scale, T* out) {
+// x: shifted logits; magic: magic(n_max); scale finite. kDeep: some may lie more than kGradDepth octaves below the maximum, or have no term. kConstant: with smoothing.
+template <class T, bool kDeep, bool kConstant, int kCount>
+__device__ __forceinline__ void gradients(const float (&x)[kCount], float magic, const RowScale& f, T* out) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     const Term e = term(x[j], magic);
     // the low bits of z are n - n_max, and those of kMagicBits are zero: shifted by 23 they move the exponent of a
-    const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
-    out[j] = narrow<T>(mul32(!kDeep || e.z >= kMagic - kGradDepth ? a : 0.0f, scale));
+    const float value = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23)), a = !kDeep || e.z >= kMagic - kGradDepth ? value : 0.0f;
+    out[j] = narrow<T>(kConstant ? fma32(a, f.scale, f.constant) : mul32(a, f.scale));
+  }
+}
+// The same where the logits are mapped: y.
+struct NoWeight {
+  __device__ __forceinline__ float operator()(int) const { return 1.0f; }
+};
+template <class T, int kCount, class Weight = NoWeight>
+__device__ __forceinline__ void gradients_with(const float (&y)[kCount], const LogitMap& map, float magic, const RowScale& f, T* out, float shift = 0.0f, const Weight& weight = Weight()) {
+#pragma unroll
+  for (int j = 0; j < kCount; ++j) {
+    const Term e = term(add32(y[j], -shift), magic);
+    const float a = e.z >= kMagic - kGradDepth ? from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23)) : 0.0f;
+    const float k = mul32(f.constant, weight(j)), slope = slope_at(map, y[j]);
+    out[j] = narrow<T>(fma32(mul32(a, slope), f.scale, mul32(k, slope)));
   }
 }
 
@@ -26,26 +40,34 @@ __device__ __forceinline__ void store_lanes(const Vector<T>& v, int64_t column, 
     if (column + j >= 0 && column + j < length) to[column + j] = v.lane[j];
 }
 
-// A block writes the gradient of a stretch; `own` is the target's column in it, or outside [0, length). All threads call.
-template <class T, int kThreads, int kUnroll>
-__device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float max, RowScale f, int64_t own, T* to) {
+// A block writes the gradient of a stretch; `own` is the target's column in it, or outside [0, length). columns: of these, with kColumns. All threads call.
+template <class T, bool kColumns, int kThreads, int kUnroll>
+__device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float max, RowScale f, const ColumnOptions& columns, int64_t own, T* to) {
   constexpr int kLanes = kVector<T>;
-  const RowFrame frame = row_frame(max);
+  const RowFrame frame = row_frame(kColumns ? mapped(columns.map, max) : max);
   const float row_magic = magic(frame.n_max);
-  const auto compute = [&](Vector<T>& v) {
+  const auto compute = [&](Vector<T>& v, int i) {
     float x[kLanes];
+    if constexpr (kColumns) {
+      const int64_t column = row.column(i);
+      const auto weight = [&](int j) { return columns.weights != nullptr && column + j >= 0 && column + j < row.length ? columns.weights[column + j] : 1.0f; };
 #pragma unroll
-    for (int j = 0; j < kLanes; ++j) x[j] = add32(widen(v.lane[j]), -frame.shift);
-    gradients<T, true>(x, row_magic, f.scale, v.lane);
+      for (int j = 0; j < kLanes; ++j) x[j] = mapped(columns.map, widen(v.lane[j]));
+      gradients_with<T>(x, columns.map, row_magic, f, v.lane, frame.shift, weight);
+    } else {
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) x[j] = add32(widen(v.lane[j]), -frame.shift);
+      gradients<T, true, false>(x, row_magic, f, v.lane);
+    }
   };
   const auto by_lane = [&](Vector<T>& v, int i) {
-    compute(v);
+    compute(v, i);
     store_lanes(v, row.column(i), row.length, to);
   };
   // to is on the same 16-byte phase as the row, unless one of them has its rows at odd distances
   if ((reinterpret_cast<uintptr_t>(row.data) ^ reinterpret_cast<uintptr_t>(to)) % kVectorBytes == 0) {
     const auto whole = [&](Vector<T>& v, int i) {
-      compute(v);
+      compute(v, i);
       __stcs(reinterpret_cast<uint4*>(to + row.column(i)), v.raw);
     };
     row.template for_each<kThreads, kUnroll>(whole, by_lane);

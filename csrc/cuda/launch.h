@@ -29,6 +29,7 @@ struct Policy {
 constexpr Policy kRowMaxPolicy = {256, 3, 4, 32768, 16};
 constexpr Policy kAccumulatePolicy = {128, 6, 4, 32768, 16};
 constexpr Policy kBackwardPolicy = {256, 4, 4, 32768, 16};
+constexpr Policy kWordsPolicy = {256, 4, 4, 32768, 16};  // sums of logits, statistics
 // The fused kernel (fused.cu): rows in shared memory.
 struct FusedPolicy {
   int64_t least_row_bytes;    // for shorter rows the exchange would cost more than the read it saves
@@ -78,7 +79,10 @@ inline int64_t element_bytes(Dtype dtype) { return dtype == Dtype::kFloat32 ? 4 
 // The stages inside forward, which skip the rows that `ignored` marks (SPEC 6, rule 1).
 void row_max_of(const Logits&, const Targets& ignored, const Shard&, float* out, Context);
 // kCheck: look for logits above the given maximum. Words come out as sums of pieces, not carried.
-void accumulate(const Logits&, const Targets& ignored, const float* row_max, const Shard&, int64_t* digits, bool check, Context);
+void accumulate(const Logits&, const Targets& ignored, const float* row_max, const Shard&, const LogitMap&, int64_t* digits, bool check, Context);
+// Words of a shard, which start as 0; as sums of pieces, not canonical.
+void sum_logits(const Logits&, const Targets& ignored, const float* row_max, const Shard&, const LogitMap&, const Weights&, int64_t* logit_words, Context);
+void sum_stats(const Logits&, const Targets&, const float* row_max, const Shard&, const LogitMap&, int64_t* stat_words, Context);
 
 }  // namespace cuda
 }  // namespace dce

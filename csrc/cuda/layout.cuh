@@ -25,7 +25,15 @@ struct RowMessage {
   int32_t n_max;
   int32_t own;  // the target's column in the slice, if it is in it
   RowMode mode;
+  // for statistics
+  float max;       // of the row
+  int32_t before;  // so many columns of the slice stand before a target that is a maximum; 0: nobody asks
+  bool stats;      // the row has statistics
 };
+
+// What a kernel is compiled for: the plain loss; options that change a row's scale, or columns that do not end with a vector, or gradients at another distance than
+// columns; all options. With kAll the gradient may not be wanted (Rows::grad is null).
+enum Features : int { kPlain, kRowOptions, kAll };
 
 // What a block keeps beside a slot of its ring.
 struct SlotControl {
@@ -60,16 +68,19 @@ struct RowExtras {
   RowOptions options;
   Divisor divisor;
   int64_t grad_stride;
+  RowWords words;
 };
 constexpr int32_t kRedo = 1 << 30;
 
-// Shared memory: the table, first so that its address is a constant; Control; the mail within a cluster; the ring.
+// Shared memory: the table, first so that its address is a constant, with kAll two; Control; the mail within a cluster; the ring.
 template <class T>
-__host__ __device__ constexpr int64_t control_begin() { return (TermTable<T>::kBytes + 15) / 16 * 16; }
+__host__ __device__ constexpr int64_t table_bytes() { return (TermTable<T>::kBytes + 15) / 16 * 16; }
+template <class T, Features kFeatures>
+__host__ __device__ constexpr int64_t control_begin() { return table_bytes<T>() * (kFeatures == kAll ? 2 : 1); }
 __host__ __device__ constexpr int64_t control_bytes(int slots) { return (sizeof(Control) + (slots - 1) * sizeof(SlotControl) + 15) / 16 * 16; }
-template <class T>
+template <class T, Features kFeatures>
 __host__ __device__ constexpr int64_t overhead_bytes(int cluster, int slots) {
-  return (control_begin<T>() + control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
+  return (control_begin<T, kFeatures>() + control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
 }
 
 // A slot, and whether it is used for an even or an odd time: the phase of its barriers.

@@ -25,6 +25,14 @@ __global__ void rank_words_kernel(Logits logits, Targets targets, const int32_t*
   agreement[row] = agreement_word(agree, target_at(targets, row));
 }
 
+template <class T>
+__global__ void target_logits_kernel(Logits logits, Targets targets, Shard shard, float* out) {
+  const int64_t row = own_row();
+  if (row >= logits.rows) return;
+  const int64_t column = own_column(targets, shard, row);
+  out[row] = column < 0 ? 0.0f : widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]);
+}
+
 __global__ void settle_targets_kernel(const int64_t* owner, const int64_t* agreement, Targets targets, int64_t rows, void* settled, float* target_logits) {
   const int64_t row = own_row();
   if (row >= rows) return;
@@ -47,6 +55,11 @@ void rank_words(const Logits& logits, const Targets& targets, const int32_t* ima
         <<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(logits, targets, image, shard, agree, row_max, owner, agreement);
   });
   check(cudaGetLastError(), "shard_words");
+}
+
+void target_logits(const Logits& logits, const Targets& targets, const Shard& shard, float* out, Context context) {
+  with_dtype(logits.dtype, [&](auto type) { target_logits_kernel<decltype(type)><<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(logits, targets, shard, out); });
+  check(cudaGetLastError(), "target_logits");
 }
 
 void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context context) {

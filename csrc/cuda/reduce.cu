@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_losses_kernel(Values values, 
   const int64_t stride = static_cast<int64_t>(gridDim.x) * kSumThreads;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * kSumThreads; first < rows; first += stride) {
     const int64_t row = first + threadIdx.x;
-    const bool counted = row < rows && target_at(targets, row) != targets.ignore_index;
+    const bool counted = row < rows && !is_ignored(targets, row);
     const float l = counted ? values(targets, row) : 0.0f;
     const LossTerm t = loss_term(is_finite(l) ? l : 0.0f);
     const bool plus = is_nan(l) || (!is_finite(l) && l > 0), minus = is_nan(l) || (!is_finite(l) && l < 0);

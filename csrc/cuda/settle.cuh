@@ -11,28 +11,41 @@ namespace dce {
 namespace cuda {
 
 // A row marked kRedo, by a whole block, with the maximum known.
-template <class T, bool kGrad, int kThreads>
+template <class T, bool kGrad, bool kExtras, int kThreads>
 __device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row, SumScratch<kThreads>& scratch, RowScale& shared_scale) {
   const float max = rows.row_max[row];
+  const RowOptions& options = extras.options;
+  const auto map = map_of<kExtras>(options.map);
   const RowVectors<T> whole(static_cast<const T*>(rows.logits.data) + row * rows.logits.row_stride, rows.logits.columns);
   const int64_t target = target_at(rows.targets, row);
+  const bool has_target = target >= 0 && target < rows.logits.columns;
   int64_t words[kWords];
-  sum_stretch<T, false, kThreads, kAccumulatePolicy.unroll>(whole, max, words, scratch);
+  sum_stretch<T, false, kExtras, kThreads, kAccumulatePolicy.unroll>(whole, max, options.map, words, scratch);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kDigits; ++i) rows.words[row * kWords + i] = words[i];
     if (kGrad) {
-      const bool has_target = target >= 0 && target < rows.logits.columns;
       RowSums sums;
-      shared_scale = {from_bits(kNaN32), from_bits(kNaN32)};
-      if (has_target && row_sums(words, max, true, widen(whole.data[target]), sums) == kOk)
-        shared_scale = row_scale(upstream_of(upstream_one(rows.sums, extras.divisor), row), state_with(extras.options, sums, target));
+      shared_scale = {from_bits(kNaN32), from_bits(kNaN32), from_bits(kNaN32)};
+      const float y = has_target ? map(widen(whole.data[target])) : 0.0f;
+      if (has_target && row_sums(words, map(max), true, y, sums) == kOk) {
+        const double g = upstream_of(upstream_one(rows.sums, extras.divisor), row);
+        shared_scale = row_scale(g, state_with(options, sums, target, y, rows.logits.columns));
+        if (kExtras && options.smoothing != 0.0) shared_scale.constant = static_cast<float>(mul64(g, constant_of(options, rows.logits.columns)));
+      }
     }
   }
+  if constexpr (kExtras) {
+    int64_t* const logit_words = extras.words.logits != nullptr ? extras.words.logits + row * kLogitWords : nullptr;
+    if (logit_words != nullptr && threadIdx.x < kLogitWords) logit_words[threadIdx.x] = 0;  // what the fused kernel left there is not of shifted logits
+    __syncthreads();
+    if (logit_words != nullptr) logit_stretch<T, kThreads, 1>(whole, max, options.map, nullptr, logit_words);
+    if (extras.words.stats != nullptr) stat_stretch<T, kThreads, 1>(whole, max, options.map, target < 0 ? 0 : target, extras.words.stats + row * kStatWords);
+  }
   __syncthreads();
-  if (!kGrad) return;
+  if (!kGrad || rows.grad == nullptr) return;
   T* const to = static_cast<T*>(rows.grad) + row * extras.grad_stride;
   if (is_finite(shared_scale.scale)) {
-    gradient_stretch<T, kThreads, kBackwardPolicy.unroll>(whole, max, shared_scale, target, to);
+    gradient_stretch<T, kExtras, kThreads, kExtras ? 1 : kBackwardPolicy.unroll>(whole, max, shared_scale, columns_of(options), target, to);
   } else {
     fill_stretch<T, kThreads>(whole.length, canonical_nan<T>(), to);
   }
@@ -40,24 +53,27 @@ __device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row,
 }
 
 // A row from its digits to its results. Returns the loss as it counts for the batch: 0 for an ignored row.
-template <class T>
+template <class T, bool kExtras>
 __device__ float settle_row(const Rows& rows, const RowExtras& extras, int64_t row, const RowOutputs& out) {
-  const int64_t target = target_at(rows.targets, row);
-  const bool readable = target >= 0 && target < rows.logits.columns && target != rows.targets.ignore_index;
-  const float x = readable ? widen(static_cast<const T*>(rows.logits.data)[row * rows.logits.row_stride + target]) : 0.0f;
-  const float max = rows.row_max[row];
+  const float max = rows.row_max[row], x = target_logit<T>(rows.logits, rows.targets, row);
   int64_t words[kWords];
   for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
   words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-  const RowResult result = finalize_row(words, max, target, x, rows.logits.columns, rows.targets.ignore_index, extras.options);
-  write_row(out, row, result);
+  if (kExtras && extras.words.stats != nullptr) {
+    rows.words[row * kWords + kColumnsWord] = words[kColumnsWord];
+    rows.words[row * kWords + kTagWord] = words[kTagWord];
+    extras.words.least[row] = least_of(bits(extras.words.least[row]));
+  }
+  const RowResult result =
+      finalize_row(words, row_words(extras.words.logits, row), max, target_at(rows.targets, row), x, rows.logits.columns, rows.targets.ignore_index, extras.options);
+  write_row(out, extras.options, row, result);
   return result.loss;
 }
 
 // Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. A block's rows: as many as let all blocks be on the device at once.
 constexpr int kSettleResident = 4;  // blocks a processor
-template <class T, bool kGrad>
+template <class T, bool kGrad, bool kExtras>
 __global__ void __launch_bounds__(kAccumulatePolicy.threads, kSettleResident)
     settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t rows_a_block, int64_t* batch_words, const Total total) {
   constexpr int kThreads = kAccumulatePolicy.threads, kWarps = kThreads / kWarp;
@@ -71,12 +87,12 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, kSettleResident)
     const int64_t own = part + threadIdx.x;
     if (__syncthreads_or(own < end && rows.status[own] == kRedo)) {  // seldom
       for (int64_t row = part; row < end && row < part + kThreads; ++row)
-        if (rows.status[row] == kRedo) redo_row<T, kGrad>(rows, extras, row, scratch, shared_scale);
+        if (rows.status[row] == kRedo) redo_row<T, kGrad, kExtras>(rows, extras, row, scratch, shared_scale);
       __syncthreads();
     }
     // few rows in each of the warps rather than all in one: lanes go different ways
     const int64_t row = part + threadIdx.x % kWarp * kWarps + threadIdx.x / kWarp;
-    if (row < end) losses[row - part] = settle_row<T>(rows, extras, row, out);
+    if (row < end) losses[row - part] = settle_row<T, kExtras>(rows, extras, row, out);
     __syncthreads();
     // a thread a word, for an atomic addition of 64 bits in shared memory is a loop
     if (total.out != nullptr && threadIdx.x < kSumWords)

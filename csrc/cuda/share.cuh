@@ -6,6 +6,7 @@
 #include "accumulate.cuh"
 #include "gradient.cuh"
 #include "layout.cuh"
+#include "words.cuh"
 
 namespace dce {
 namespace cuda {
@@ -24,9 +25,55 @@ struct Share {
   bool tabled;   // every logit is in the table, and every term in two windows
 };
 
-// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ...
-template <class T>
-__device__ __forceinline__ Share sum_share(const uint4* slice, int vectors, int first, const TermTable<T>& table, WarpSum& out) {
+// The same where the logits are mapped: float32 logits have been replaced by what they are mapped to.
+template <class T, class Map>
+__device__ __forceinline__ float mapped_lane(const Map& map, T x) { return map(widen(x)); }
+template <class Map>
+__device__ __forceinline__ float mapped_lane(const Map&, float x) { return x; }
+template <class T, class Map>
+__device__ __forceinline__ void mapped_lanes(const Map& map, const Vector<T>& v, float (&x)[kVector<T>]) {
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) x[j] = mapped_lane(map, v.lane[j]);
+}
+
+// What extras ask for beside the share's sum, from the logits as they came: its sum of logits, for a row that is not shifted, and its least. low: its least, -inf included.
+template <class T, class Map>
+__device__ __forceinline__ void add_row_words(const uint4* slice, int vectors, int columns, int first, float low, const Map& map, const RowExtras& extras, int64_t row) {
+  constexpr int kLanes = kVector<T>;
+  constexpr int kStride = kWorkers * kWarp;
+  const uint32_t all = 0xFFFFFFFFu;
+  Vector<T> v;
+  if (extras.words.logits != nullptr) {
+    int64_t* const words = extras.words.logits + row * kLogitWords;
+    FixedSum sum;
+    bool infinite = false;
+#pragma unroll 2
+    for (int i = first; i < vectors; i += kStride) {
+      v.raw = slice[i];
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j)
+        if (i * kLanes + j < columns) add_logit(sum, map(widen(v.lane[j])), words, infinite);
+    }
+    add_logits(warp_total(sum), infinite, words);
+  }
+  if (extras.words.stats != nullptr) {
+    if (low == -INFINITY) {
+      low = INFINITY;
+      for (int i = first; i < vectors; i += kStride) {
+        v.raw = slice[i];
+#pragma unroll
+        for (int j = 0; j < kLanes; ++j) low = fminf(low, widen(v.lane[j]) > -INFINITY ? widen(v.lane[j]) : INFINITY);
+      }
+      low = from_order_image(__reduce_min_sync(all, order_image(low)));
+    }
+    if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(extras.words.least + row), image_of_least(low));
+  }
+}
+
+// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ... kExtras: with what `extras` asks for, of row `row`; else nothing of these is looked at.
+template <class T, bool kExtras, class Map>
+__device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int columns, int first, const TermTable<T>& table, const Map& map, const RowExtras& extras, int64_t row,
+                                           WarpSum& out) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   const int lane = threadIdx.x % kWarp;
@@ -39,24 +86,40 @@ __device__ __forceinline__ Share sum_share(const uint4* slice, int vectors, int 
     extremes.add(v);
   }
   const int32_t image = __reduce_max_sync(all, order_image(extremes.greatest()));
-  const float top = from_order_image(image);
-  Share share = {is_nan(top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least()))), 0.0f, false};
+  const float raw_top = from_order_image(image), top = map(raw_top);
+  Share share = {is_nan(raw_top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least()))), 0.0f, false};
+  const bool is_mapped = kExtras && !is_identity(extras.options.map);
+  const float raw_low = share.low, lowest_near = kMagic + static_cast<float>(map.above());  // z of the lowest term that is surely in the window
+  if constexpr (kExtras) {
+    add_row_words<T>(slice, vectors, columns, first, raw_low, map, extras, row);
+    share.low = map(raw_low);
+    if (std::is_same_v<T, float> && is_mapped) {
+      for (int i = first; i < vectors; i += kStride) {
+        v.raw = slice[i];
+#pragma unroll
+        for (int j = 0; j < kLanes; ++j) v.lane[j] = narrow<T>(map(widen(v.lane[j])));
+        slice[i] = v.raw;
+      }
+      fence_async();
+    }
+  }
 
   Windows w;
   int32_t below = kNoneBelow;
   const bool has_terms = top >= kLowestTerm && top < 0x1p+20f;
-  const int32_t n_top = has_terms ? term_exponent(term(top)) : 0;
+  const int32_t n_top = (has_terms ? term_exponent(term(top)) : 0) + map.above();
   const float near_magic = magic(n_top - 31);
   if constexpr (TermTable<T>::kExists) {
-    if (table.filled && has_terms && top < TermTable<T>::kLimit) {
-      share.finite = share.low;
-      if (share.low == -INFINITY) {
+    if (table.filled && has_terms && raw_top < TermTable<T>::kLimit && top < TermTable<T>::kLimit) {
+      float raw_finite = raw_low;
+      if (raw_low == -INFINITY) {
         LeastFinite least;
         for (int i = first; i < vectors; i += kStride) least.add(slice[i]);
-        share.finite = from_order_image(__reduce_min_sync(all, order_image(least.least())));
+        raw_finite = from_order_image(__reduce_min_sync(all, order_image(least.least())));
       }
+      share.finite = map(raw_finite);
       // a value's exponent may be one less than n
-      share.tabled = share.finite > -TermTable<T>::kLimit && term(share.finite, near_magic).z >= kMagic - 31;
+      share.tabled = raw_finite > -TermTable<T>::kLimit && share.finite > -TermTable<T>::kLimit && term(share.finite, near_magic).z >= lowest_near - 31;
     }
   }
   float x[kLanes];
@@ -79,37 +142,37 @@ __device__ __forceinline__ Share sum_share(const uint4* slice, int vectors, int 
           }
         }
       };
-      if (term(share.finite, near_magic).z < kMagic + 1) {  // in two windows
+      if (term(share.finite, near_magic).z < lowest_near + 1) {  // in two windows
 #pragma unroll 4
         for (int i = first; i < vectors; i += kStride) {
           table.look_up(slice[i], x);
           add_near_and_far_values(w, x, origin);
         }
-      } else if (share.finite == share.low) {
+      } else if (share.finite == share.low && !is_mapped) {
         sum(Constant<kTabledLanes>());
       } else {
         sum(Constant<kLanes>());
       }
     }
-  } else if (has_terms && term(share.low, near_magic).z >= kMagic) {  // every term in one window
+  } else if (has_terms && term(share.low, near_magic).z >= lowest_near) {  // every term in one window
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      widen(v, x);
+      mapped_lanes(map, v, x);
       add_near_terms(w, x, near_magic);
     }
-  } else if (has_terms && term(share.low, near_magic).z >= kMagic - 32) {  // in two
+  } else if (has_terms && term(share.low, near_magic).z >= lowest_near - 32) {  // in two
     const float far_magic = magic(n_top - 63);
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      widen(v, x);
+      mapped_lanes(map, v, x);
       add_near_and_far_terms(w, x, far_magic);
     }
   } else if (has_terms) {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      widen(v, x);
+      mapped_lanes(map, v, x);
       below = max(below, add_terms(w, x, near_magic));
     }
   }
@@ -136,9 +199,60 @@ __device__ __forceinline__ Share sum_share(const uint4* slice, int vectors, int 
   return share;
 }
 
+// The statistics of the same share. row_magic: magic(message.n_max).
+template <class T, class Map>
+__device__ __forceinline__ void stat_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowMessage& message,
+                                           const RowExtras& extras, const T* logits, int64_t* words) {
+  constexpr int kLanes = kVector<T>;
+  constexpr int kStride = kWorkers * kWarp;
+  Vector<T> v;
+  float x[kLanes];
+  FixedSum sum;
+  const float row_magic = magic(message.n_max), top = map(message.max);
+  const bool plain = is_identity(extras.options.map);
+  if (TermTable<T>::kExists && share.tabled && plain && message.n_max > -100 && message.n_max < 100) {
+    if constexpr (TermTable<T>::kExists) {
+      const float unit = from_bits(static_cast<uint32_t>(127 - message.n_max) << 23);
+#pragma unroll 2
+      for (int i = first; i < vectors; i += kStride) {
+        v.raw = slice[i];
+        table.look_up(v.raw, x);
+#pragma unroll
+        for (int j = 0; j < kLanes; ++j) {
+          const float y = widen(v.lane[j]);
+          // of -inf the value is 0, and 0 times infinity is not
+          add_fixed<0>(sum, mul32(mul32(x[j], fminf(add32(top, -y), 0x1p+20f)), unit));
+        }
+      }
+    }
+  } else {
+    for (int i = first; i < vectors; i += kStride) {
+      v.raw = slice[i];
+      mapped_lanes(map, v, x);
+#pragma unroll
+      for (int j = 0; j < kLanes; ++j) {
+        const Term e = term(x[j], row_magic);
+        const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
+        add_fixed<0>(sum, e.z >= kMagic - kGradDepth ? mul32(a, add32(top, -x[j])) : 0.0f);
+      }
+    }
+  }
+  add_stats(warp_total(sum), words);
+  if (message.before <= 0) return;
+  bool found = false;
+  for (int i = first; i < vectors; i += kStride) {
+    // of logits that have been replaced the memory still has the originals
+    v.raw = std::is_same_v<T, float> && !plain ? reinterpret_cast<const uint4*>(logits)[i] : slice[i];
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j) found = found || (widen(v.lane[j]) == message.max && i * kLanes + j < message.before);
+  }
+  if (__any_sync(0xFFFFFFFFu, found) && threadIdx.x % kWarp == 0) atomic_add(&words[1], kBefore);
+}
+
 // The same share of the gradient. own: the target's column in the slice, or elsewhere.
-template <class T>
-__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const RowMessage& message, T* to) {
+template <class T, bool kExtras, class Map>
+__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
+                                            const RowMessage& message, T* to) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   Vector<T> v;
@@ -146,8 +260,13 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
   const float row_magic = magic(message.n_max);
   // 2^-n_max goes from the term into the scale, where that is exact
   const int32_t scale_exponent = static_cast<int32_t>(bits(message.scale.scale) >> 23 & 0xFF), shifted_exponent = scale_exponent - message.n_max;
-  if (TermTable<T>::kExists && share.tabled && term(share.finite, row_magic).z >= kMagic - kGradDepth && scale_exponent > 0 && shifted_exponent > 0 && shifted_exponent < 255) {
+  const bool capped = kExtras && extras.options.map.cap != 0.0f, is_mapped = kExtras && !is_identity(extras.options.map);
+  const bool table_has_it = !capped || extras.options.smoothing == 0.0;  // under a cap the constant has a slope of its own
+  if (TermTable<T>::kExists && share.tabled && table_has_it && term(share.finite, row_magic).z >= kMagic - kGradDepth + static_cast<float>(map.above()) && scale_exponent > 0 && shifted_exponent > 0 &&
+      shifted_exponent < 255) {
     if constexpr (TermTable<T>::kExists) {
+      TermTable<T> values = table;
+      if (capped) values.entries += table_bytes<T>();
       const float scale = from_bits(bits(message.scale.scale) - (static_cast<uint32_t>(message.n_max) << 23));
       const auto write = [&](auto tabled) {
         constexpr int kTabled = decltype(tabled)::value;
@@ -155,40 +274,47 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
         for (int i = first; i < vectors; i += kStride) {
           v.raw = slice[i];
           float value[kTabled];
-          table.look_up(v.raw, value);
+          values.look_up(v.raw, value);
           if constexpr (kTabled < kLanes) {
             float rest[kLanes - kTabled];
             T out[kLanes - kTabled];
 #pragma unroll
             for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = widen(v.lane[j]);
-            gradients<T, false>(rest, row_magic, message.scale.scale, out);
+            gradients<T, false, kExtras>(rest, row_magic, message.scale, out);
 #pragma unroll
             for (int j = kTabled; j < kLanes; ++j) v.lane[j] = out[j - kTabled];
           }
 #pragma unroll
-          for (int j = 0; j < kTabled; ++j) v.lane[j] = narrow<T>(mul32(value[j], scale));
+          for (int j = 0; j < kTabled; ++j) v.lane[j] = narrow<T>(kExtras ? fma32(value[j], scale, message.scale.constant) : mul32(value[j], scale));
           __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
         }
       };
-      if (share.finite == share.low) {
+      if (share.finite == share.low && !is_mapped) {
         write(Constant<kTabledLanes>());
       } else {
         write(Constant<kLanes>());
       }
+    }
+  } else if (is_mapped) {
+    for (int i = first; i < vectors; i += kStride) {
+      v.raw = slice[i];
+      mapped_lanes(map, v, x);
+      gradients_with<T>(x, extras.options.map, row_magic, message.scale, v.lane);
+      __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
     }
   } else if (term(share.low, row_magic).z >= kMagic - kGradDepth) {
 #pragma unroll 4
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
       widen(v, x);
-      gradients<T, false>(x, row_magic, message.scale.scale, v.lane);
+      gradients<T, false, kExtras>(x, row_magic, message.scale, v.lane);
       __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
     }
   } else {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
       widen(v, x);
-      gradients<T, true>(x, row_magic, message.scale.scale, v.lane);
+      gradients<T, true, kExtras>(x, row_magic, message.scale, v.lane);
       __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
     }
   }

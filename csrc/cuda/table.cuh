@@ -31,11 +31,18 @@ struct TermTable<__nv_bfloat16> {
   uint32_t minus_first;  // kMinusFirst, opaque to the compiler, which would load it anew for each use
 
   static constexpr uint32_t kMinusFirst = static_cast<uint16_t>(-kFirst) * 0x10001u, kLasts = kLast * 0x10001u;
+  static __device__ __forceinline__ float logit(int i) { return widen(__ushort_as_bfloat16(static_cast<unsigned short>(kFirst + (i & (kNegative - 1)) | (i & kNegative) << 3))); }
+  static __device__ __forceinline__ float value(Term e) { return mul32(static_cast<float>(term_significand(e)), from_bits(static_cast<uint32_t>(term_exponent(e) - 23 + 127) << 23)); }
   static __device__ __forceinline__ void fill(void* entries, int thread, int threads) {
+    for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads)
+      static_cast<float*>(entries)[i] = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(logit(i)));
+  }
+  // Of mapped logits y: e^y, and in a second table that times the slope, rounded, for the gradient (SPEC 12). Garbage where |y| is not below kLimit.
+  static __device__ __forceinline__ void fill(void* entries, void* slopes, const LogitMap& map, int thread, int threads) {
     for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads) {
-      const int index = i & (kNegative - 1);
-      const Term e = term(widen(__ushort_as_bfloat16(static_cast<unsigned short>(kFirst + index | (i & kNegative) << 3))));
-      static_cast<float*>(entries)[i] = index >= kLast ? 0.0f : mul32(static_cast<float>(term_significand(e)), from_bits(static_cast<uint32_t>(term_exponent(e) - 23 + 127) << 23));
+      const float y = mapped(map, logit(i)), v = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(y));
+      static_cast<float*>(entries)[i] = v;
+      static_cast<float*>(slopes)[i] = mul32(v, slope_at(map, y));
     }
   }
 

@@ -3,7 +3,7 @@
 The digests in ``golden_digests.py`` (and tests/golden.json) were made on the CPU and freeze spec 1.
 """
 
-from typing import Callable, Dict, NamedTuple
+from typing import Callable, Dict, NamedTuple, Optional
 
 import torch
 
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     logits: Callable[[], torch.Tensor]
     dtype: torch.dtype
     ignored: int = 7  # every how many rows one is ignored; 0: none
-    options: bool = False  # what is computed: the loss with options, or the plain one and its pieces
+    options: Optional[Callable[[torch.Tensor, int], Dict[str, dict]]] = None  # what is computed: the loss with these (of a weight and a valid vocabulary), or the plain one and its pieces
 
 
 def _special() -> torch.Tensor:
@@ -68,6 +68,26 @@ def _special() -> torch.Tensor:
     return base
 
 
+def _options(weight: torch.Tensor, valid: int) -> Dict[str, dict]:
+    return {
+        "z": {"z_loss": 2.0**-10 + 2.0**-30},
+        "weight": {"weight": weight},
+        "valid": {"valid_vocab": valid},
+        "all": {"z_loss": 0.3, "weight": weight, "valid_vocab": valid},
+    }
+
+
+def _mapped(weight: torch.Tensor, valid: int) -> Dict[str, dict]:
+    return {
+        "smoothing": {"label_smoothing": 0.1},
+        "smoothing_weight": {"label_smoothing": 0.1, "weight": weight},
+        "uniform": {"label_smoothing": 1.0},
+        "scale": {"logit_scale": 0.3},
+        "cap": {"softcap": 30.0},
+        "all": {"label_smoothing": 0.1, "logit_scale": 1.7, "softcap": 50.0, "z_loss": 0.3, "weight": weight, "valid_vocab": valid},
+    }
+
+
 CASES: Dict[str, Case] = {
     "normal-fp32": Case(lambda: normal_like(1, 37, 5003, 1.0), torch.float32),
     "normal-bf16": Case(lambda: normal_like(2, 37, 5003, 1.0), torch.bfloat16),
@@ -82,10 +102,14 @@ CASES: Dict[str, Case] = {
     "special-fp32": Case(_special, torch.float32, 0),
     "special-bf16": Case(_special, torch.bfloat16, 0),
     "special-fp16": Case(_special, torch.float16, 0),
-    "options-fp32": Case(lambda: normal_like(1, 37, 5003, 1.0), torch.float32, 7, True),
-    "options-bf16": Case(lambda: normal_like(5, 9, 8192, 16.0), torch.bfloat16, 7, True),
-    "options-special-fp32": Case(_special, torch.float32, 0, True),
-    "options-special-fp16": Case(_special, torch.float16, 0, True),
+    "options-fp32": Case(lambda: normal_like(1, 37, 5003, 1.0), torch.float32, 7, _options),
+    "options-bf16": Case(lambda: normal_like(5, 9, 8192, 16.0), torch.bfloat16, 7, _options),
+    "options-special-fp32": Case(_special, torch.float32, 0, _options),
+    "options-special-fp16": Case(_special, torch.float16, 0, _options),
+    "mapped-fp32": Case(lambda: normal_like(1, 37, 5003, 4.0), torch.float32, 7, _mapped),
+    "mapped-bf16": Case(lambda: normal_like(5, 9, 8192, 16.0), torch.bfloat16, 7, _mapped),
+    "mapped-special-fp32": Case(_special, torch.float32, 0, _mapped),
+    "mapped-special-fp16": Case(_special, torch.float16, 0, _mapped),
 }
 
 
@@ -108,14 +132,9 @@ def run_options(name: str, device="cpu") -> Dict[str, torch.Tensor]:
     logits, targets, upstream = inputs(name, device)
     columns = logits.shape[1]
     weight = (((_uniform(102, columns) & 0xFFFF) - 8192).to(torch.float32) / 32768.0).to(device)  # from -0.25 to 1.75
-    settings = {
-        "z": {"z_loss": 2.0**-10 + 2.0**-30},
-        "weight": {"weight": weight},
-        "valid": {"valid_vocab": columns - columns // 9},
-        "all": {"z_loss": 0.3, "weight": weight, "valid_vocab": columns - columns // 9},
-    }
+    case, valid = CASES[name], columns - columns // 9
     out = {}
-    for key, options in settings.items():
+    for key, options in case.options(weight, valid).items():
         for reduction in ("none", "mean", "items"):
             leaf = logits.detach().clone().requires_grad_()
             more = {"reduction": "none"} if reduction == "none" else {"num_items": 1001} if reduction == "items" else {}
@@ -123,7 +142,26 @@ def run_options(name: str, device="cpu") -> Dict[str, torch.Tensor]:
             torch.autograd.backward([loss, lse], [upstream if reduction == "none" else upstream[0], upstream.flip(0)])
             out[f"{key}_{reduction}"], out[f"{key}_grad_{reduction}"] = loss.detach(), leaf.grad
         out[f"{key}_z_loss"], out[f"{key}_lse"] = z, lse.detach()
+        if case.options is _mapped:
+            out.update({f"{key}_{field}": value for field, value in run_words(logits, targets, **options).items()})
     return out
+
+
+def run_words(logits, targets, label_smoothing=0.0, weight=None, valid_vocab=None, z_loss=0.0, **mapping) -> Dict[str, torch.Tensor]:
+    """The words of three uneven shards and an empty one, added, and what they become."""
+    valid = valid_vocab or logits.shape[1]
+    cuts = [0, valid // 5, valid // 5, valid - valid // 3, valid]
+    shards = list(zip(cuts, cuts[1:]))
+    maximum = torch.stack([F.rowmax(logits, lo, hi) for lo, hi in shards]).amax(0)
+    digits = sum(F.denom_digits(logits, maximum, lo, hi, **mapping) for lo, hi in shards)
+    words = sum(F.logit_digits(logits, maximum, lo, hi, weight=weight, **mapping) for lo, hi in reversed(shards))
+    stats, least = zip(*[F.stat_digits(logits, targets, maximum, lo, hi, **mapping) for lo, hi in shards])
+    loss, denom = F.finalize(
+        digits, logits, targets, maximum, label_smoothing=label_smoothing, logit_digits=words if label_smoothing else None, weight=weight, valid_vocab=valid_vocab, z_loss=z_loss, **mapping
+    )
+    row = F.finalize_stats(sum(stats), torch.stack(least).amin(0), digits, logits, targets, maximum, valid_vocab=valid_vocab, **mapping)
+    out = {"digits": F.carry_digits(digits), "logit_digits": words, "stat_digits": sum(stats), "sharded_loss": loss, "sharded_denom": denom}
+    return {**out, "logprob": row.logprob, "entropy": row.entropy, "max_abs": row.max_abs, "hit": row.hit.to(torch.int32)}
 
 
 def run(name: str, device="cpu") -> Dict[str, torch.Tensor]:
@@ -152,4 +190,4 @@ def run(name: str, device="cpu") -> Dict[str, torch.Tensor]:
     return out
 
 
-__all__ = ["CASES", "Case", "inputs", "normal_like", "run", "run_options"]
+__all__ = ["CASES", "Case", "inputs", "normal_like", "run", "run_options", "run_words"]
