@@ -166,7 +166,10 @@ struct Upstream {
   /* sum_losses and round_sums; word kBatchWords of sums is there, and 0 */                                                          \
   void reduce_losses(const float* loss, const Targets&, int64_t rows, int64_t* sums, const Total&, Context);                         \
   void round_sums(const int64_t* sums, Divisor, float* out, Context);                                                                \
-  void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context);
+  void terms(const float* x, int64_t count, int32_t* significand, int32_t* exponent, Context);                                       \
+  /* squares.h; words: kSquareWords, and one more as scratch */                                                                      \
+  void square_digits(const void* data, Dtype, int64_t count, int64_t* words, Context);                                               \
+  void square_norm(const int64_t* words, double* out, Context);
 
 namespace cpu {
 struct Context {};

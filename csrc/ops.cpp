@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ranks.h"
+#include "squares.h"
 
 #if defined(CUDA_KERNEL)
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
@@ -30,12 +31,12 @@ Tensor empty(const Tensor& like, std::initializer_list<int64_t> size, ScalarType
   return Tensor(handle);
 }
 
-Dtype dtype_of(const Tensor& logits) {
-  switch (logits.scalar_type()) {
+Dtype dtype_of(const Tensor& x, const char* name = "logits") {
+  switch (x.scalar_type()) {
     case ScalarType::Float: return Dtype::kFloat32;
     case ScalarType::BFloat16: return Dtype::kBFloat16;
     case ScalarType::Half: return Dtype::kFloat16;
-    default: STD_TORCH_CHECK(false, "logits: expected float32, bfloat16 or float16");
+    default: STD_TORCH_CHECK(false, name, ": expected float32, bfloat16 or float16");
   }
   return Dtype::kFloat32;
 }
@@ -538,6 +539,22 @@ Tensor reduce_digits(const Tensor& sums, bool mean) {
   const int64_t* words = sum_words(sums);
   Tensor out = empty(sums, {}, ScalarType::Float);
   DCE_CALL(sums, round_sums, words, mean ? divisor_of(sums) : Divisor::kOne, out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor square_digits(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() == 1 && x.is_contiguous() && x.size(0) < (int64_t{1} << 40), "tensor: expected contiguous [n], n < 2^40");
+  const Dtype dtype = dtype_of(x, "tensor");
+  Tensor words = empty(x, {kSquareWords + 1}, ScalarType::Long);
+  DCE_CALL(x, square_digits, x.const_data_ptr(), dtype, x.size(0), words.mutable_data_ptr<int64_t>());
+  return torch::stable::narrow(words, 0, 0, kSquareWords);
+}
+
+Tensor grad_norm(const Tensor& digits) {
+  STD_TORCH_CHECK(digits.dim() == 1 && digits.size(0) == kSquareWords && digits.scalar_type() == ScalarType::Long && digits.is_contiguous(),
+                  "digits: expected contiguous int64 [", kSquareWords, "]");
+  Tensor out = empty(digits, {}, ScalarType::Double);
+  DCE_CALL(digits, square_norm, digits.const_data_ptr<int64_t>(), out.mutable_data_ptr<double>());
   return out;
 }
 

@@ -75,6 +75,10 @@ Tensor grad_logits_with_options(const Tensor& grad_out, const Tensor& logits, co
 // int64 [12]; with weight, float32 [V], [24]
 Tensor loss_digits(const Tensor& loss, const Tensor& targets, int64_t ignore_index, const std::optional<Tensor>& weight);
 Tensor reduce_digits(const Tensor& sums, bool mean);
+// Of x float32, bfloat16 or float16 [n]: int64 [21]
+Tensor square_digits(const Tensor& x);
+// float64 []
+Tensor grad_norm(const Tensor& digits);
 // significand, exponent
 std::tuple<Tensor, Tensor> term_parts(const Tensor& x);
 

@@ -38,6 +38,7 @@ FP64 = {r"^D(ADD|MUL|FMA)": "fp64, 1/64 of the rate on most GPUs"}
 HOT = [
     (r"row_?max", SLOW | FP64),
     (r"accumulate", SLOW | FP64),
+    (r"squares_kernel", SLOW | FP64),
     (r"backward|fused", SLOW),  # a few fp64 instructions a row
 ]
 ELSEWHERE = APPROXIMATE  # integer division uses MUFU.RCP and F2I, which is exact

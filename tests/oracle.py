@@ -24,6 +24,8 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     divide(words, by)                           the mean, by "count" or "weights"
     stat_words(row, t, M, lo, hi, v_start)      (2 ints, the least logit above -inf), section 13
     row_stats(stats, least, words, row, t, M)   RowStats(lse, logprob, entropy, max_abs, hit)
+    square_words(values)                        21 ints, section 15
+    norm(words)                                 float
 
 A scale `sigma` and a cap `kappa` (None: no cap) go to whatever reads logits; 1.0 and None leave every logit what it is.
 
@@ -859,6 +861,28 @@ def row_stats(stats, least, words, row, t, M, V=None, ignore_index=-100, sigma=1
         rn(r.L, "fp32"), logprob if logprob != 0 else 0.0, rn(add64(log_denom, spread), "fp32"),
         max(abs(map_logit(x, sigma, kappa)) for x in (fr.M, least)), r.status == "ok" and row[t] == fr.M and before == 0,
     )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Exact sum of squares (section 15)
+
+
+def square_words(values):
+    finite = [_dyadic(x) for x in values if _finite(x)]
+    Q = sum(m * m << 2 * (e + 149) if e >= -149 else m * m >> 2 * (-149 - e) for m, e in finite)
+    return [Q >> 32 * i & 0xFFFFFFFF for i in range(18)] + [Q >> 576, sum(abs(x) == INF for x in values), sum(x != x for x in values)]
+
+
+def norm(words):
+    if words[20] > 0:
+        return NAN
+    if words[19] > 0:
+        return INF
+    Q = sum(w << 32 * i for i, w in enumerate(words[:19]))
+    if Q < 0:
+        return NAN
+    root = math.isqrt(Q << 400)                                 # 200 bits more than the root of Q has, and one that stands for all the rest
+    return _round(root << 1 | (root * root != Q << 400), -149 - 201, "fp64")
 
 
 def f32(x):

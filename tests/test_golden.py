@@ -57,6 +57,9 @@ def test_the_oracle_agrees(dce):
             assert list(oracle.carry(words)) == results["digits"][row].tolist() or targets[row] == -100
             loss = oracle.finalize(words, values, int(targets[row]), maximum).loss
             assert_bits(results["loss"][row], loss, f"{name}, row {row}")
+        squares = oracle.square_words([x for row in rows for x in row])
+        assert squares == results["squares"].tolist()
+        assert_bits(results["norm"], oracle.norm(squares), name)
 
 
 @pytest.mark.parametrize("name", ["mapped-special-fp32", "mapped-special-fp16"])

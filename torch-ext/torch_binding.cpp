@@ -27,6 +27,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("grad_logits_with_options(Tensor grad_out, Tensor logits, Tensor targets, Tensor rowmax, Tensor state, Tensor? sums, int ignore_index, int v_lo, int v_hi, int v_start, Tensor? grad_lse, int valid_vocab, Tensor? weight=None, float logit_scale=1.0, float softcap=0.0) -> Tensor");
   ops.def("loss_digits(Tensor loss, Tensor targets, int ignore_index, Tensor? weight=None) -> Tensor");
   ops.def("reduce_digits(Tensor sums, bool mean) -> Tensor");
+  ops.def("square_digits(Tensor x) -> Tensor");
+  ops.def("grad_norm(Tensor digits) -> Tensor");
   ops.def("term(Tensor x) -> (Tensor significand, Tensor exponent)");
 }
 
@@ -53,6 +55,8 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.impl("grad_logits_with_options", TORCH_BOX(&dce::grad_logits_with_options));               \
   ops.impl("loss_digits", TORCH_BOX(&dce::loss_digits));                                         \
   ops.impl("reduce_digits", TORCH_BOX(&dce::reduce_digits));                                     \
+  ops.impl("square_digits", TORCH_BOX(&dce::square_digits));                                     \
+  ops.impl("grad_norm", TORCH_BOX(&dce::grad_norm));                                             \
   ops.impl("term", TORCH_BOX(&dce::term_parts));
 
 STABLE_TORCH_LIBRARY_IMPL_EXPAND(TORCH_EXTENSION_NAME, CPU, ops) { DCE_BIND(ops) }

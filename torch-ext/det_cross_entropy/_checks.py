@@ -3,7 +3,7 @@
 import torch
 from torch.autograd import forward_ad
 
-from ._registration import MEAN, NONE, SUM, SUM_WORDS, WORDS
+from ._registration import MEAN, NONE, SQUARE_WORDS, SUM, SUM_WORDS, WORDS
 
 LOGITS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TARGET_DTYPES = (torch.int64, torch.int32)
@@ -11,6 +11,7 @@ REDUCTIONS = {"none": NONE, "mean": MEAN, "sum": SUM}
 
 # Bits of the status that the ops report for each row (csrc/row.h, RowStatus).
 IGNORED, BAD_TARGET, DEGENERATE, BAD_COLUMNS, BAD_COVER, ABOVE_MAXIMUM, BAD_DIGITS = (1 << i for i in range(7))
+MAX_ELEMENTS = 2**40  # of a sum of squares, exclusive (SPEC 15)
 MAX_ROWS = 2**30  # of a mean or sum, exclusive: more could carry out of a word (SPEC 8)
 WRONG = BAD_TARGET | BAD_COLUMNS | BAD_COVER | ABOVE_MAXIMUM | BAD_DIGITS
 
@@ -42,13 +43,18 @@ def integer(name, value):
     return value
 
 
+def _plain(name, value):
+    """A dense tensor of a dtype and on a device that the kernels know."""
+    tensor(name, value, LOGITS_DTYPES)
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got layout {value.layout}")
+    if value.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{name}: expected on cpu or cuda, got {value.device}")
+
+
 def _rows(logits, name="logits"):
     """logits [..., V] as rows [N, V] with adjacent columns; a view wherever the layout has one."""
-    tensor(name, logits, LOGITS_DTYPES)
-    if logits.layout != torch.strided:
-        raise ValueError(f"{name}: expected a dense tensor, got layout {logits.layout}")
-    if logits.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"{name}: expected on cpu or cuda, got {logits.device}")
+    _plain(name, logits)
     if logits.dim() == 0:
         raise ValueError(f"{name}: expected [..., V], got shape {tuple(logits.shape)}")
     if logits.shape[-1] >= 2**31:
@@ -130,6 +136,22 @@ def sum_words(sums, device=None, name="sums"):
     if sums.dim() != 1 or len(sums) not in (SUM_WORDS, 2 * SUM_WORDS):
         raise ValueError(f"{name}: expected shape {(SUM_WORDS,)} or {(2 * SUM_WORDS,)}, got {tuple(sums.shape)}")
     return sums.contiguous()
+
+
+def elements(value):
+    """All elements of a tensor as contiguous [n], outside autograd, in any order: a view wherever they lie side by side."""
+    _plain("tensor", value)
+    if value.numel() >= MAX_ELEMENTS:
+        raise ValueError(f"tensor: expected fewer than 2**40 elements, got {value.numel()}")
+    value = value.detach()
+    if not torch.compiler.is_compiling():  # which has no order of symbolic strides, and copies
+        value = value.permute(sorted(range(value.dim()), key=value.stride, reverse=True))
+    return value.reshape(-1).contiguous()
+
+
+def square_words(digits):
+    """int64 [21] from square_digits, or a sum of such."""
+    return tensor("digits", digits, (torch.int64,), (SQUARE_WORDS,)).contiguous()
 
 
 def columns(v_lo, v_hi, size):

@@ -11,6 +11,7 @@ LOGIT_WORDS = 4  # more of them with label smoothing (SPEC 12)
 STAT_WORDS = 2  # and with statistics (SPEC 13)
 SUM_WORDS = 12  # int64 words a batch (SPEC 8)
 COUNT_WORD = 9  # of these, the one that counts rows
+SQUARE_WORDS = 21  # int64 words of a sum of squares (SPEC 15)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("rowmax"))
@@ -151,6 +152,16 @@ def _(loss, targets, ignore_index, weight=None):
 @torch.library.register_fake(add_op_namespace_prefix("reduce_digits"))
 def _(sums, mean):
     return sums.new_empty((), dtype=torch.float32)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("square_digits"))
+def _(x):
+    return x.new_empty(SQUARE_WORDS, dtype=torch.int64)
+
+
+@torch.library.register_fake(add_op_namespace_prefix("grad_norm"))
+def _(digits):
+    return digits.new_empty((), dtype=torch.float64)
 
 
 @torch.library.register_fake(add_op_namespace_prefix("term"))

@@ -382,6 +382,37 @@ def finalize_mean(digits, count):
     return ops.reduce_digits(words, True)
 
 
+def square_digits(tensor):
+    """The exact sum of squares of all elements, as integers that add up over tensors, parts of a tensor, and ranks (an all-reduce with SUM).
+
+    Args:
+        tensor: any shape, float32, bfloat16 or float16, fewer than 2**40 elements. Read where it lies if its elements are side by side, in whatever order of dimensions; else copied.
+
+    Returns:
+        int64 [21]: nineteen digits, a count of infinities, a count of NaNs; zeros for no elements. Words add: any order, up to 2**31 tensors. Not differentiable.
+
+    Raises:
+        TypeError, ValueError: naming the argument and what it got.
+
+    Source: docs/SPEC.md, section 15.
+    """
+    return ops.square_digits(check.elements(tensor))
+
+
+def grad_norm(digits):
+    """The root of a sum of squares, float64 scalar on the device of ``digits``: the correctly rounded 2-norm of all the elements behind them.
+
+        digits = sum(dce.square_digits(p.grad) for p in model.parameters())
+        torch.distributed.all_reduce(digits)                  # where ranks hold different parts
+        norm = dce.grad_norm(digits)
+
+    ``digits`` int64 [21] from ``square_digits``, or a sum of such. NaN if an element was NaN, else infinite if one was. The same bytes for every sharding, order and device; waits for no device.
+
+    Source: docs/SPEC.md, section 15.
+    """
+    return ops.grad_norm(check.square_words(digits))
+
+
 __all__ = [
     "carry_digits",
     "cross_entropy",
@@ -391,10 +422,12 @@ __all__ = [
     "finalize_stats",
     "forward",
     "grad_logits",
+    "grad_norm",
     "logit_digits",
     "logprobs",
     "loss_digits",
     "reduce_digits",
     "rowmax",
+    "square_digits",
     "stat_digits",
 ]

@@ -180,6 +180,8 @@ def run(name: str, device="cpu") -> Dict[str, torch.Tensor]:
     out["sharded_loss"], out["sharded_denom"] = F.finalize(digits, logits, targets, maximum)
     out["grad_none"] = torch.cat([F.grad_logits(upstream, logits, targets, digits, maximum, lo, hi) for lo, hi in shards], 1)
     out["sums"] = F.loss_digits(out["loss"], targets)
+    out["squares"] = F.square_digits(logits)
+    out["norm"] = F.grad_norm(out["squares"])
     for reduction in ("mean", "sum"):
         leaf = logits.detach().requires_grad_()
         loss = F.cross_entropy(leaf, targets, reduction)
