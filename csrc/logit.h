@@ -44,13 +44,13 @@ DCE_FN float minus_tanh_half(float w) {
   return fma32(fma32(-t, d, e), y, t);
 }
 
-// May fall by a few units in the last place where x grows; never beyond the cap. Infinite and NaN stay what they are under a cap.
-DCE_FN float mapped(const LogitMap& m, float x) {
-  if (m.cap == 0.0f) return mul32(x, m.scale);
+// Under a cap. May fall by a few units in the last place where x grows; never beyond the cap. Infinite and NaN stay what they are.
+DCE_FN float capped(const LogitMap& m, float x) {
   const float w = from_bits(bits(mul32(x, m.doubled)) & 0x7FFFFFFFu);
   const float y = mul32(minus_tanh_half(w), m.cap);
   return is_finite(x) ? from_bits((bits(y) & 0x7FFFFFFFu) | (bits(x) & 0x80000000u)) : x;
 }
+DCE_FN float mapped(const LogitMap& m, float x) { return m.cap == 0.0f ? mul32(x, m.scale) : capped(m, x); }
 DCE_FN bool is_degenerate(float row_max, const LogitMap& m) { return is_degenerate(row_max) || is_degenerate(mapped(m, row_max)); }
 // d map / dx / scale, from y = mapped(x): in [0, 1].
 DCE_FN float slope_at(const LogitMap& m, float y) {

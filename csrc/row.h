@@ -120,9 +120,9 @@ DCE_FN double row_loss(const RowSums& r, float x_target) {
   return log_sum(r, -add64(static_cast<double>(x_target), -static_cast<double>(r.frame.shift)));
 }
 
-DCE_FN double row_denom(const RowSums& r, float row_max) {
+DCE_FN float row_denom(const RowSums& r, float row_max) {
   const double e = exp_reduced(add32(row_max, -r.frame.shift), r.frame.n_max);
-  return mul64(div(r.s.m, e), pow2(r.s.k - r.frame.n_max));
+  return static_cast<float>(mul64(div(r.s.m, e), pow2(r.s.k - r.frame.n_max)));
 }
 
 // ---- options (SPEC 12)
@@ -209,55 +209,34 @@ struct RowResult {
   RowState plain;   // inv, and p in place of tgt: the state of the lse
   double constant;  // with smoothing
   double inv;       // as it was before the map
-  double exact_denom;  // before its rounding
 };
 // The vocabulary's columns as summed words tell them: whether they lie side by side from 0 is for the tag to say.
 DCE_FN int64_t columns_of(const int64_t* words) { return words[kColumnsWord] & 0xFFFFFFFF; }
 
-// words: the row's eight words summed over all shards; logit_words: with smoothing, its four. x_target is read only if the target is in [0, V) and not ignored.
-DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, float row_max, int64_t target, float x_target, int64_t columns, int64_t ignore_index,
-                              const RowOptions& options) {
+DCE_FN RowResult nan_row(int32_t status) {
   const double nan64 = from_bits(uint64_t{0x7FF8000000000000});
   const float nan32 = from_bits(kNaN32);
-  RowResult out = {nan32, nan32, {nan64, nan64}, kOk, nan32, nan32, {nan64, nan64}, nan64, nan64, nan64};
-  if (target == ignore_index) {
-    out = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}, 0.0, 0.0, 0.0};
-    return out;
-  }
-  const bool has_target = target >= 0 && target < columns;
-  const float max = options.on ? mapped(options.map, row_max) : row_max;
-  if (!has_target) out.status |= kBadTarget;
-  if (is_degenerate(row_max) || is_degenerate(max)) out.status |= kDegenerate;
-  if (words[kColumnsWord] >> 32) {
-    out.status |= kAboveMaximum;
-  } else if (words[kColumnsWord] != columns) {
-    out.status |= kBadColumns;
-  }
-  if (words[kTagWord] != shard_tag(row_max, 0, columns)) out.status |= kBadCover;
-  if (out.status & ~kBadTarget) return out;
-  if (has_target && !(x_target <= row_max)) out.status |= kBadDigits;
-  const float y_target = options.on && has_target ? mapped(options.map, x_target) : x_target;
+  return {nan32, nan32, {nan64, nan64}, status, nan32, nan32, {nan64, nan64}, nan64, nan64};
+}
+constexpr RowResult kIgnoredRow = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}, 0.0, 0.0};
 
-  // no row sums to less than its maximum's own term: the given maximum is above every logit
-  const RowFrame frame = row_frame(max);
-  int64_t rest[kDigits], own[kDigits] = {0, 0, 0, 0, 0, 0};
-  add_shifted(own, term_significand(term(add32(max, -frame.shift))), frame.n_max - frame.base);
-  for (int i = 0; i < kDigits; ++i) rest[i] = wrapping_sub(words[i], own[i]);
-  carry(rest);
-  if (rest[kDigits - 1] < 0) out.status |= kBadDigits;
-
+// A row whose words are known to be those of its columns, all of them. max, y_target: the row's maximum and its target's logit, as mapped; logit_words: with smoothing, its four.
+// has_target: the target is a column, and else kBadTarget is in status, which is that of the result.
+DCE_FN RowResult finish_row(const int64_t* digits, const int64_t* logit_words, float max, bool has_target, int64_t target, float y_target, int64_t columns, const RowOptions& options,
+                            int32_t status) {
   RowSums sums;
-  out.status |= row_sums(words, max, has_target, y_target, sums);
-  if (out.status & kBadDigits) return out;
-  out.exact_denom = row_denom(sums, max);
-  out.denom = static_cast<float>(out.exact_denom);
+  status |= row_sums(digits, max, has_target, y_target, sums);
+  RowResult out = nan_row(status);
+  if (status & kBadDigits) return out;
+  out.denom = row_denom(sums, max);
   const double lse = options.on ? row_lse(sums) : 0.0, z = options.on ? z_of(options, lse) : 0.0;
   out.lse = static_cast<float>(lse);
   out.z_loss = static_cast<float>(z);
-  out.inv = row_state(sums).inv;
+  const RowState state = row_state(sums);
+  out.inv = state.inv;
   if (!has_target) return out;
   const double loss = row_loss(sums, y_target);
-  out.state = row_state(sums);
+  out.state = state;
   if (!options.on) {
     out.loss = static_cast<float>(loss);
     return out;
@@ -265,15 +244,41 @@ DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, 
   const double weight = static_cast<double>(weight_of(options.weights, target));
   double weighted = mul64(weight, loss);
   if (options.smoothing != 0.0) {
-    const double mean = mean_loss(options, sums, logit_words, loss, add32(y_target, -frame.shift), columns);
+    const double mean = mean_loss(options, sums, logit_words, loss, add32(y_target, -sums.frame.shift), columns);
     weighted = fma64(options.smoothing, mean, mul64(add64(1.0, -options.smoothing), weighted));
     out.constant = constant_of(options, columns);
   }
   out.loss = canonical(options.z_loss != 0.0 ? add64(weighted, z) : weighted);
   const double share = target_share(sums);
-  out.plain = through_map(options.map, {out.state.inv, share}, y_target);
-  out.state = scaled_state(options, out.state, weight, lse, share, y_target, columns);
+  out.plain = through_map(options.map, {state.inv, share}, y_target);
+  out.state = scaled_state(options, state, weight, lse, share, y_target, columns);
   return out;
+}
+
+// words: the row's eight words summed over all shards; logit_words: with smoothing, its four. x_target is read only if the target is in [0, V) and not ignored.
+DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, float row_max, int64_t target, float x_target, int64_t columns, int64_t ignore_index,
+                              const RowOptions& options) {
+  if (target == ignore_index) return kIgnoredRow;
+  const bool has_target = target >= 0 && target < columns;
+  const float max = options.on ? mapped(options.map, row_max) : row_max;
+  int32_t status = has_target ? kOk : kBadTarget;
+  if (is_degenerate(row_max) || is_degenerate(max)) status |= kDegenerate;
+  if (words[kColumnsWord] >> 32) {
+    status |= kAboveMaximum;
+  } else if (words[kColumnsWord] != columns) {
+    status |= kBadColumns;
+  }
+  if (words[kTagWord] != shard_tag(row_max, 0, columns)) status |= kBadCover;
+  if (status & ~kBadTarget) return nan_row(status);
+
+  // no row sums to less than its maximum's own term: the given maximum is above every logit
+  const RowFrame frame = row_frame(max);
+  int64_t rest[kDigits], own[kDigits] = {0, 0, 0, 0, 0, 0};
+  add_shifted(own, term_significand(term(add32(max, -frame.shift))), frame.n_max - frame.base);
+  for (int i = 0; i < kDigits; ++i) rest[i] = wrapping_sub(words[i], own[i]);
+  carry(rest);
+  if (rest[kDigits - 1] < 0 || (has_target && !(x_target <= row_max))) return nan_row(status | kBadDigits);
+  return finish_row(words, logit_words, max, has_target, target, options.on && has_target ? mapped(options.map, x_target) : x_target, columns, options, status);
 }
 
 DCE_FN void write_row(const RowOutputs& out, const RowOptions& options, int64_t row, const RowResult& r) {
@@ -312,10 +317,11 @@ DCE_FN void write_stats(const StatOutputs& out, int64_t row, const int64_t* digi
   carry_stat_words(words);
   const int64_t before = before_of(words[1]), high = words[1] - before * kBefore;
   const double sum = rounded(static_cast<uint64_t>(words[0]) | static_cast<uint64_t>(high) << 40, static_cast<uint64_t>(high >> 24), static_cast<uint64_t>(high >> 63));
-  const Split p = split(r.exact_denom);
-  const double k = static_cast<double>(p.k), log_denom = add64(fma64(k, kLn2Lo64, log_1p_f(add64(p.m, -1.0))), mul64(k, kLn2Hi64));
-  out.entropy[row] = static_cast<float>(add64(log_denom, mul64(mul64(sum, 0x1p-43), r.inv)));
-  const float top = from_bits(bits(mapped(map, row_max)) & 0x7FFFFFFFu), low = from_bits(bits(mapped(map, least)) & 0x7FFFFFFFu);
+  const float max = mapped(map, row_max);
+  RowSums sums;
+  row_sums(digits, max, true, max, sums);
+  out.entropy[row] = static_cast<float>(add64(row_loss(sums, max), mul64(mul64(sum, 0x1p-43), r.inv)));
+  const float top = from_bits(bits(max) & 0x7FFFFFFFu), low = from_bits(bits(mapped(map, least)) & 0x7FFFFFFFu);
   out.max_abs[row] = top > low ? top : low;
   out.hit[row] = !(r.status & kBadTarget) && x_target == row_max && before == 0;
 }

@@ -19,14 +19,17 @@ DCE_FN constexpr float power_of_two(int k) {
   for (; k < 0; ++k) p *= 0.5f;
   return p;
 }
-// Adds x * 2^-kShift.
-template <int kShift>
-DCE_FN void add_fixed(FixedSum& sum, float x) {
-  constexpr float kToHigh = power_of_two(kFixedHigh - kShift), kFromHigh = power_of_two(kShift - kFixedHigh), kToLow = power_of_two(kFixedBits - kShift);
-  const float z = fma32(x, kToHigh, kMagic);
-  const float rest = fma32(add32(z, -kMagic), -kFromHigh, x);  // exact
+// Adds x * 2^-k. to_high, from_high, to_low: 2^(21 - k), 2^(k - 21), 2^(43 - k).
+DCE_FN void add_fixed(FixedSum& sum, float x, float to_high, float from_high, float to_low) {
+  const float z = fma32(x, to_high, kMagic);
+  const float rest = fma32(add32(z, -kMagic), -from_high, x);  // exact
   sum.high += bits(z) - kMagicBits;
-  sum.low += bits(fma32(rest, kToLow, kMagic)) - kMagicBits;
+  sum.low += bits(fma32(rest, to_low, kMagic)) - kMagicBits;
+}
+template <int k>
+DCE_FN void add_fixed(FixedSum& sum, float x) {
+  constexpr float kToHigh = power_of_two(kFixedHigh - k), kFromHigh = power_of_two(k - kFixedHigh), kToLow = power_of_two(kFixedBits - k);
+  add_fixed(sum, x, kToHigh, kFromHigh, kToLow);
 }
 // In units of 2^-43.
 DCE_FN int64_t total(const FixedSum& s) {

@@ -821,14 +821,14 @@ RowStats = namedtuple("RowStats", "lse logprob entropy max_abs hit")
 
 
 def stat_words(row, t, M, lo=0, hi=None, v_start=0, ignore_index=-100, sigma=1.0, kappa=None):
-    """A shard's ([word 0, word 1], least). An ignored row is not read.
+    """A shard's ([word 0, word 1], least).
 
     Section 13 has no `before` where t is out of range; a shard cannot know that of t >= V, and no result depends on it.
     """
     hi = len(row) if hi is None else hi
-    if t == ignore_index:
-        return [0, 0], INF
     least = min((x for x in row[lo:hi] if x > -INF), default=INF)           # NaN is not above
+    if t == ignore_index:
+        return [0, 0], least
     fr = frame(M, sigma, kappa)
     if fr.degenerate:
         return [0, 0], least
@@ -852,13 +852,12 @@ def row_stats(stats, least, words, row, t, M, V=None, ignore_index=-100, sigma=1
         return RowStats(NAN, NAN, NAN, NAN, False)
     low, top = carry(stats, 1, 40)
     before, top = mark(top, 40)
-    m, k = split(r.denom)
-    log_denom = add64(fma64(float(k), LN2_LO, log_1p_f(add64(m, -1.0))), mul64(float(k), LN2_HI))
     fr = frame(M, sigma, kappa)
+    of_maximum = settle(words, lambda _: M, 0, M, len(row) if V is None else V, -1, sigma, kappa).l
     spread = mul64(scale64(_round(low + (top << 40), 0, "fp64"), -43), r.inv)
     logprob = rn(-r.l, "fp32")
     return RowStats(
-        rn(r.L, "fp32"), logprob if logprob != 0 else 0.0, rn(add64(log_denom, spread), "fp32"),
+        rn(r.L, "fp32"), logprob if logprob != 0 else 0.0, rn(add64(of_maximum, spread), "fp32"),
         max(abs(map_logit(x, sigma, kappa)) for x in (fr.M, least)), r.status == "ok" and row[t] == fr.M and before == 0,
     )
 

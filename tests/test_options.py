@@ -648,15 +648,24 @@ def test_opcheck(dce, dtype):
     digits = dce.denom_digits(logits, M)
     at_target = logits.float().gather(1, targets.clamp(min=0)[:, None])[:, 0]
     weight, items = torch.rand(23), torch.tensor([7])
-    _, maxima, _, state, sums, _, _, _ = ops.cross_entropy_with_options(logits, targets, 1, IGNORE, 0.1, weight, None, 23)
+    _, maxima, _, state, sums, *_ = ops.cross_entropy_with_options(logits, targets, 1, IGNORE, 0.1, weight, None, 23, 0.0, 1.0, 0.0, False)
+    _, _, _, smoothed, _, *_ = ops.cross_entropy_with_options(logits, targets, 1, IGNORE, 0.1, weight, None, 23, 0.1, 0.5, 20.0, True)
+    stat_words, logit_words = dce.stat_digits(logits, targets, M)[0], dce.logit_digits(logits, M)
     losses = dce.cross_entropy(logits, targets, "none")
     images = ops.order_images(M)
     leaf = lambda: logits.clone().requires_grad_()
     g = torch.ones(5)
     samples = [
-        ("finalize_with_options", (digits, at_target, targets, M, IGNORE, 23, 0.1, weight)), ("finalize_with_options", (digits, at_target, targets, M, IGNORE, -1, 0.0, None)),
-        ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight)),
-        *[("cross_entropy_with_options", (leaf(), targets, mode, IGNORE, 0.1, w, n, valid)) for mode, w, n, valid in ((0, weight, None, 0), (1, weight, None, 20), (1, None, items, 0), (1, weight, items, 23), (2, None, None, 5))],
+        ("finalize_with_options", (digits, at_target, targets, M, IGNORE, 23, 0.1, weight, 0.0, None, 1.0, 0.0)),
+        ("finalize_with_options", (digits, at_target, targets, M, IGNORE, -1, 0.0, None, 0.1, logit_words, 1.0, 0.0)),
+        ("denom_digits", (logits, M, 0, 23, 0, 0.5, 20.0)), ("logit_digits", (logits, M, 0, 23, 0, weight, 0.5, 20.0)), ("stat_digits", (logits, targets, M, IGNORE, 0, 23, 0, 0.5, 20.0)),
+        ("rowleast", (logits, 0, 23)), ("target_logits", (logits, targets, IGNORE)),
+        ("finalize_stats", (digits, stat_words, dce.rowmax(-logits), at_target, targets, M, IGNORE, 23, 1.0, 0.0)),
+        ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight)), ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight, 0.1, 0.5, 20.0, True)),
+        *[("cross_entropy_with_options", (leaf(), targets, mode, IGNORE, 0.1, w, n, valid, *more))
+          for mode, w, n, valid, *more in ((0, weight, None, 0, 0.0, 1.0, 0.0, False), (1, weight, None, 20, 0.1, 0.5, 20.0, True), (1, None, items, 0, 0.0, 1.0, 20.0, False),
+                                           (1, weight, items, 23, 1.0, 1.0, 0.0, False), (2, None, None, 5, 0.0, 1.0, 0.0, True))],
+        ("grad_logits_with_options", (g, logits, targets, maxima, smoothed, None, IGNORE, 0, 23, 0, g, 20, weight, 0.5, 20.0)),
         ("grad_logits_with_options", (g, logits, targets, maxima, state, None, IGNORE, 0, 23, 0, g, 20)),
         ("grad_logits_with_options", (torch.ones(()), logits, targets, maxima, state, sums, IGNORE, 3, 11, 0, None, 5)),
         ("grad_logits_with_options", (torch.ones(()), logits, targets, maxima, state, sums[:12], IGNORE, 3, 11, 30, None, 20)),

@@ -110,7 +110,7 @@ def test_shards(dce, data):
         leasts.append(least)
         digits.append(dce.denom_digits(logits, M, lo, hi, **kw))
     if not given_maxima:
-        stats = dce.finalize_stats(sum(parts), torch.stack(leasts).amin(0), sum(digits), logits, t, M, **kw)
+        stats = dce.finalize_stats(sum(parts), torch.stack(leasts).amin(0), sum(digits), logits, t, M, validate=False, **kw)
         assert_stats(stats, expected_of(rows, targets, **oracle_map(kw)))
         for a, b in zip(stats, stats_of(dce, logits, t, **kw)):
             assert_same(a, b)
@@ -121,8 +121,10 @@ def test_shards_that_do_not_add_up_are_nan(dce):
     targets = targets.clamp(min=0)
     M = dce.rowmax(logits)
     (stats, least), digits = dce.stat_digits(logits, targets, M), dce.denom_digits(logits, M, 0, 20)
-    wrong = dce.finalize_stats(stats, least, digits, logits, targets, M)
+    wrong = dce.finalize_stats(stats, least, digits, logits, targets, M, validate=False)
     assert all(x.isnan().all() for x in wrong[:4]) and not wrong.hit.any()
+    with pytest.raises(ValueError, match="den_digits: row 0 sums 20 columns of 30"):
+        dce.finalize_stats(stats, least, digits, logits, targets, M, validate=True)
 
 
 def test_valid_columns(dce):

@@ -32,11 +32,13 @@ static_assert(sizeof(Mail) == 64, "eight words");
 // The map of the logits: none, which costs nothing, or one. above: a term may have an exponent so much above its maximum's (SPEC 12).
 struct NoMap {
   __device__ __forceinline__ float operator()(float x) const { return x; }
+  __device__ __forceinline__ float scaled(float x) const { return x; }
   __device__ __forceinline__ int above() const { return 0; }
 };
 struct WithMap {
   LogitMap map;
   __device__ __forceinline__ float operator()(float x) const { return mapped(map, x); }
+  __device__ __forceinline__ float scaled(float x) const { return mul32(x, map.scale); }  // the map, if there is no cap
   __device__ __forceinline__ int above() const { return map.cap != 0.0f; }
 };
 

@@ -193,14 +193,14 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
         T* to = static_cast<T*>(rows.grad) + grad_row * rows.logits.columns + begin;
         if constexpr (kOptions) to = static_cast<T*>(rows.grad) + grad_row * extras.grad_stride + begin;
         const int first = grad_share_of * kWarp + lane;
+        if (kExtras && rows.grad == nullptr) to = nullptr;
         if (kExtras && message.stats) {
           const T* const logits = static_cast<const T*>(rows.logits.data) + grad_row * rows.logits.row_stride + begin;
-          stat_share<T>(slice, vectors, first, grad_share, table, map, message, extras, logits, extras.words.stats + grad_row * kStatWords);
+          write_share_and_stats<T>(slice, vectors, first, grad_share, table, map, extras, message, logits, extras.words.stats + grad_row * kStatWords, message.mode == kScaled ? to : nullptr);
         }
-        if (kExtras && rows.grad == nullptr) {
-        } else if (message.mode == kScaled) {
-          write_share<T, kExtras>(slice, vectors, first, grad_share, table, map, extras, message, to);
-        } else if (message.mode != kSkip) {
+        if (message.mode == kScaled) {
+          if (!kExtras || (!message.stats && to != nullptr)) write_share<T, kExtras>(slice, vectors, first, grad_share, table, map, extras, message, to);
+        } else if (message.mode != kSkip && (!kExtras || to != nullptr)) {
           Vector<T> v;
 #pragma unroll
           for (int j = 0; j < kLanes; ++j) v.lane[j] = message.mode == kZero ? narrow<T>(0.0f) : canonical_nan<T>();
@@ -337,9 +337,9 @@ bool launch(const Logits& logits, const Targets& targets, const RowOptions& opti
     return false;
   }
   check(launched, "cross_entropy");
-  const int64_t most = static_cast<int64_t>(kSettleResident) * processors(), rows_a_block = (logits.rows + most - 1) / most;
+  const int64_t most = processors(), rows_a_block = (logits.rows + most - 1) / most;
   const unsigned blocks = static_cast<unsigned>((logits.rows + rows_a_block - 1) / rows_a_block);
-  settle_kernel<T, kGrad, kFeatures == kAll><<<blocks, kAccumulatePolicy.threads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, total);
+  settle_kernel<T, kGrad, kFeatures == kAll><<<blocks, kSettleThreads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, total);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }

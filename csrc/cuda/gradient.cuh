@@ -2,33 +2,51 @@
 #pragma once
 
 #include "device.cuh"
+#include "words.cuh"
 
 namespace dce {
 namespace cuda {
 
+// The entropy's summand (SPEC 13), summed on the way; top: the maximum, shifted as the logits are.
+struct NoStats {
+  __device__ __forceinline__ void add(float, float, bool) {}
+};
+struct WithStats {
+  FixedSum sum;
+  float top;
+  __device__ __forceinline__ void add(float a, float x, bool has_term) { add_fixed<0>(sum, has_term ? mul32(a, add32(top, -x)) : 0.0f); }
+};
+
 // x: shifted logits; magic: magic(n_max); scale finite. kDeep: some may lie more than kGradDepth octaves below the maximum, or have no term. kConstant: with smoothing.
-template <class T, bool kDeep, bool kConstant, int kCount>
-__device__ __forceinline__ void gradients(const float (&x)[kCount], float magic, const RowScale& f, T* out) {
+template <class T, bool kDeep, bool kConstant, int kCount, class Stats = NoStats>
+__device__ __forceinline__ void gradients(const float (&x)[kCount], float magic, const RowScale& f, T* out, Stats&& stats = Stats()) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
     const Term e = term(x[j], magic);
+    const bool has_term = !kDeep || e.z >= kMagic - kGradDepth;
     // the low bits of z are n - n_max, and those of kMagicBits are zero: shifted by 23 they move the exponent of a
-    const float value = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23)), a = !kDeep || e.z >= kMagic - kGradDepth ? value : 0.0f;
-    out[j] = narrow<T>(kConstant ? fma32(a, f.scale, f.constant) : mul32(a, f.scale));
+    const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
+    stats.add(a, x[j], has_term);
+    const float kept = has_term ? a : 0.0f;
+    out[j] = narrow<T>(kConstant ? fma32(kept, f.scale, f.constant) : mul32(kept, f.scale));
   }
 }
 // The same where the logits are mapped: y.
 struct NoWeight {
   __device__ __forceinline__ float operator()(int) const { return 1.0f; }
 };
-template <class T, int kCount, class Weight = NoWeight>
-__device__ __forceinline__ void gradients_with(const float (&y)[kCount], const LogitMap& map, float magic, const RowScale& f, T* out, float shift = 0.0f, const Weight& weight = Weight()) {
+template <class T, int kCount, class Weight = NoWeight, class Stats = NoStats>
+__device__ __forceinline__ void gradients_with(const float (&y)[kCount], const LogitMap& map, float magic, const RowScale& f, T* out, float shift = 0.0f, const Weight& weight = Weight(),
+                                               Stats&& stats = Stats()) {
 #pragma unroll
   for (int j = 0; j < kCount; ++j) {
-    const Term e = term(add32(y[j], -shift), magic);
-    const float a = e.z >= kMagic - kGradDepth ? from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23)) : 0.0f;
+    const float x = add32(y[j], -shift);
+    const Term e = term(x, magic);
+    const bool has_term = e.z >= kMagic - kGradDepth;
+    const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
+    stats.add(a, x, has_term);
     const float k = mul32(f.constant, weight(j)), slope = slope_at(map, y[j]);
-    out[j] = narrow<T>(fma32(mul32(a, slope), f.scale, mul32(k, slope)));
+    out[j] = narrow<T>(fma32(mul32(has_term ? a : 0.0f, slope), f.scale, mul32(k, slope)));
   }
 }
 

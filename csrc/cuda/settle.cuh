@@ -52,31 +52,40 @@ __device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row,
   __syncthreads();  // the scratch memory is the next row's
 }
 
-// A row from its digits to its results. Returns the loss as it counts for the batch: 0 for an ignored row.
+// A row from its digits to its results. Returns the loss as it counts for the batch: 0 for an ignored row. One kernel summed the whole row: there are no shards to check.
 template <class T, bool kExtras>
 __device__ float settle_row(const Rows& rows, const RowExtras& extras, int64_t row, const RowOutputs& out) {
   const float max = rows.row_max[row], x = target_logit<T>(rows.logits, rows.targets, row);
-  int64_t words[kWords];
-  for (int i = 0; i < kDigits; ++i) words[i] = rows.words[row * kWords + i];
-  words[kColumnsWord] = rows.logits.columns;  // one kernel summed the whole row: there are no shards to check
-  words[kTagWord] = shard_tag(max, 0, rows.logits.columns);
-  if (kExtras && extras.words.stats != nullptr) {
-    rows.words[row * kWords + kColumnsWord] = words[kColumnsWord];
-    rows.words[row * kWords + kTagWord] = words[kTagWord];
+  const int64_t target = target_at(rows.targets, row), columns = rows.logits.columns;
+  const bool has_target = target >= 0 && target < columns;
+  const auto map = map_of<kExtras>(extras.options.map);
+  const float y_max = map(max);
+  const int32_t status = (has_target ? kOk : kBadTarget) | (is_degenerate(max) || is_degenerate(y_max) ? kDegenerate : kOk);
+  int64_t digits[kDigits];
+  for (int i = 0; i < kDigits; ++i) digits[i] = rows.words[row * kWords + i];
+  if (kExtras && extras.words.stats != nullptr) {  // which look at the check words
+    rows.words[row * kWords + kColumnsWord] = columns;
+    rows.words[row * kWords + kTagWord] = shard_tag(max, 0, columns);
     extras.words.least[row] = least_of(bits(extras.words.least[row]));
   }
-  const RowResult result =
-      finalize_row(words, row_words(extras.words.logits, row), max, target_at(rows.targets, row), x, rows.logits.columns, rows.targets.ignore_index, extras.options);
+  RowResult result;
+  if (target == rows.targets.ignore_index) {
+    result = kIgnoredRow;
+  } else if (status & kDegenerate) {
+    result = nan_row(status);
+  } else {
+    result = finish_row(digits, row_words(extras.words.logits, row), y_max, has_target, target, map(x), columns, extras.options, status);
+  }
   write_row(out, extras.options, row, result);
   return result.loss;
 }
 
-// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. A block's rows: as many as let all blocks be on the device at once.
-constexpr int kSettleResident = 4;  // blocks a processor
+// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. One block a processor, for they all add to the same words.
+constexpr int kSettleThreads = 512;
 template <class T, bool kGrad, bool kExtras>
-__global__ void __launch_bounds__(kAccumulatePolicy.threads, kSettleResident)
+__global__ void __launch_bounds__(kSettleThreads, 1)
     settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t rows_a_block, int64_t* batch_words, const Total total) {
-  constexpr int kThreads = kAccumulatePolicy.threads, kWarps = kThreads / kWarp;
+  constexpr int kThreads = kSettleThreads, kWarps = kThreads / kWarp;
   __shared__ SumScratch<kThreads> scratch;
   __shared__ RowScale shared_scale;
   __shared__ float losses[kThreads];

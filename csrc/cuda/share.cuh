@@ -25,49 +25,59 @@ struct Share {
   bool tabled;   // every logit is in the table, and every term in two windows
 };
 
-// The same where the logits are mapped: float32 logits have been replaced by what they are mapped to.
-template <class T, class Map>
-__device__ __forceinline__ float mapped_lane(const Map& map, T x) { return map(widen(x)); }
-template <class Map>
-__device__ __forceinline__ float mapped_lane(const Map&, float x) { return x; }
-template <class T, class Map>
-__device__ __forceinline__ void mapped_lanes(const Map& map, const Vector<T>& v, float (&x)[kVector<T>]) {
+// The least logit above -inf of a share to its row's. low: the least, -inf included.
+template <class T>
+__device__ __forceinline__ void add_least(const uint4* slice, int vectors, int first, float low, float* least) {
+  Vector<T> v;
+  if (low == -INFINITY) {
+    low = INFINITY;
+    for (int i = first; i < vectors; i += kWorkers * kWarp) {
+      v.raw = slice[i];
 #pragma unroll
-  for (int j = 0; j < kVector<T>; ++j) x[j] = mapped_lane(map, v.lane[j]);
+      for (int j = 0; j < kVector<T>; ++j) low = fminf(low, widen(v.lane[j]) > -INFINITY ? widen(v.lane[j]) : INFINITY);
+    }
+    low = from_order_image(__reduce_min_sync(0xFFFFFFFFu, order_image(low)));
+  }
+  if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(least), image_of_least(low));
 }
 
-// What extras ask for beside the share's sum, from the logits as they came: its sum of logits, for a row that is not shifted, and its least. low: its least, -inf included.
-template <class T, class Map>
-__device__ __forceinline__ void add_row_words(const uint4* slice, int vectors, int columns, int first, float low, const Map& map, const RowExtras& extras, int64_t row) {
+// The sum of logits of a share, as lane(v, j) gives them, to its row's four words; for a row that is not shifted. top, low: the greatest and the least of these, -inf included.
+template <class T, class Lane>
+__device__ __forceinline__ void add_logit_sum(const uint4* slice, int vectors, int columns, int first, float top, float low, const Lane& lane, int64_t* words) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
-  const uint32_t all = 0xFFFFFFFFu;
   Vector<T> v;
-  if (extras.words.logits != nullptr) {
-    int64_t* const words = extras.words.logits + row * kLogitWords;
-    FixedSum sum;
-    bool infinite = false;
+  FixedSum sum;
+  bool infinite = false;
+  if (low > -kLogitLimit / 2 && top < kLogitLimit / 2) {  // half, for a cap's map may fall a little
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
 #pragma unroll
-      for (int j = 0; j < kLanes; ++j)
-        if (i * kLanes + j < columns) add_logit(sum, map(widen(v.lane[j])), words, infinite);
+      for (int j = 0; j < kLanes; ++j) add_fixed<kLogitShift>(sum, lane(v, j));
     }
-    add_logits(warp_total(sum), infinite, words);
-  }
-  if (extras.words.stats != nullptr) {
-    if (low == -INFINITY) {
-      low = INFINITY;
-      for (int i = first; i < vectors; i += kStride) {
-        v.raw = slice[i];
+  } else {
+    for (int i = first; i < vectors; i += kStride) {
+      v.raw = slice[i];
 #pragma unroll
-        for (int j = 0; j < kLanes; ++j) low = fminf(low, widen(v.lane[j]) > -INFINITY ? widen(v.lane[j]) : INFINITY);
-      }
-      low = from_order_image(__reduce_min_sync(all, order_image(low)));
+      for (int j = 0; j < kLanes; ++j)
+        if (i * kLanes + j < columns) add_logit(sum, lane(v, j), words, infinite);
     }
-    if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(extras.words.least + row), image_of_least(low));
   }
+  add_logits(warp_total(sum), infinite, words);
+}
+
+// A lane of a vector as the softmax takes it. Under a cap float32 logits have been replaced by what they are mapped to.
+template <class T, bool kExtras, class Map>
+__device__ __forceinline__ float mapped_lane(const Map& map, bool has_cap, T x) {
+  if (!kExtras) return widen(x);
+  if (has_cap) return std::is_same_v<T, float> ? widen(x) : map(widen(x));
+  return map.scaled(widen(x));
+}
+template <class T, bool kExtras, class Map>
+__device__ __forceinline__ void mapped_lanes(const Map& map, bool has_cap, const Vector<T>& v, float (&x)[kVector<T>]) {
+#pragma unroll
+  for (int j = 0; j < kVector<T>; ++j) x[j] = mapped_lane<T, kExtras>(map, has_cap, v.lane[j]);
 }
 
 // A warp's share of a slice: vectors `first`, first + kWorkers * 32, ... kExtras: with what `extras` asks for, of row `row`; else nothing of these is looked at.
@@ -88,20 +98,23 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
   const int32_t image = __reduce_max_sync(all, order_image(extremes.greatest()));
   const float raw_top = from_order_image(image), top = map(raw_top);
   Share share = {is_nan(raw_top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least()))), 0.0f, false};
-  const bool is_mapped = kExtras && !is_identity(extras.options.map);
+  const bool has_cap = kExtras && extras.options.map.cap != 0.0f;
   const float raw_low = share.low, lowest_near = kMagic + static_cast<float>(map.above());  // z of the lowest term that is surely in the window
   if constexpr (kExtras) {
-    add_row_words<T>(slice, vectors, columns, first, raw_low, map, extras, row);
     share.low = map(raw_low);
-    if (std::is_same_v<T, float> && is_mapped) {
+    if (extras.words.stats != nullptr) add_least<T>(slice, vectors, first, raw_low, extras.words.least + row);
+    if (std::is_same_v<T, float> && has_cap) {
+#pragma unroll 2
       for (int i = first; i < vectors; i += kStride) {
         v.raw = slice[i];
 #pragma unroll
-        for (int j = 0; j < kLanes; ++j) v.lane[j] = narrow<T>(map(widen(v.lane[j])));
+        for (int j = 0; j < kLanes; ++j) v.lane[j] = narrow<T>(capped(extras.options.map, widen(v.lane[j])));
         slice[i] = v.raw;
       }
       fence_async();
     }
+    const auto mapped_to = [&](const Vector<T>& u, int j) { return mapped_lane<T, kExtras>(map, has_cap, u.lane[j]); };
+    if (extras.words.logits != nullptr) add_logit_sum<T>(slice, vectors, columns, first, top, share.low, mapped_to, extras.words.logits + row * kLogitWords);
   }
 
   Windows w;
@@ -137,7 +150,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
           if constexpr (kTabled < kLanes) {
             float rest[kLanes - kTabled];
 #pragma unroll
-            for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = widen(v.lane[j]);
+            for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = map.scaled(widen(v.lane[j]));
             add_near_terms(w, rest, near_magic);
           }
         }
@@ -148,7 +161,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
           table.look_up(slice[i], x);
           add_near_and_far_values(w, x, origin);
         }
-      } else if (share.finite == share.low && !is_mapped) {
+      } else if (share.finite == share.low && !has_cap) {
         sum(Constant<kTabledLanes>());
       } else {
         sum(Constant<kLanes>());
@@ -158,7 +171,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes(map, v, x);
+      mapped_lanes<T, kExtras>(map, has_cap, v, x);
       add_near_terms(w, x, near_magic);
     }
   } else if (has_terms && term(share.low, near_magic).z >= lowest_near - 32) {  // in two
@@ -166,13 +179,13 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes(map, v, x);
+      mapped_lanes<T, kExtras>(map, has_cap, v, x);
       add_near_and_far_terms(w, x, far_magic);
     }
   } else if (has_terms) {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes(map, v, x);
+      mapped_lanes<T, kExtras>(map, has_cap, v, x);
       below = max(below, add_terms(w, x, near_magic));
     }
   }
@@ -199,75 +212,32 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
   return share;
 }
 
-// The statistics of the same share. row_magic: magic(message.n_max).
-template <class T, class Map>
-__device__ __forceinline__ void stat_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowMessage& message,
-                                           const RowExtras& extras, const T* logits, int64_t* words) {
+// The same share of the gradient, to `to`, and of the row's statistics, if they are asked for.
+template <class T, bool kExtras, class Map, class Stats>
+__device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
+                                            const RowMessage& message, T* to, Stats& stats) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
+  constexpr bool kStats = !std::is_same_v<Stats, NoStats>;
   Vector<T> v;
   float x[kLanes];
-  FixedSum sum;
-  const float row_magic = magic(message.n_max), top = map(message.max);
-  const bool plain = is_identity(extras.options.map);
-  if (TermTable<T>::kExists && share.tabled && plain && message.n_max > -100 && message.n_max < 100) {
-    if constexpr (TermTable<T>::kExists) {
-      const float unit = from_bits(static_cast<uint32_t>(127 - message.n_max) << 23);
-#pragma unroll 2
-      for (int i = first; i < vectors; i += kStride) {
-        v.raw = slice[i];
-        table.look_up(v.raw, x);
-#pragma unroll
-        for (int j = 0; j < kLanes; ++j) {
-          const float y = widen(v.lane[j]);
-          // of -inf the value is 0, and 0 times infinity is not
-          add_fixed<0>(sum, mul32(mul32(x[j], fminf(add32(top, -y), 0x1p+20f)), unit));
-        }
-      }
-    }
-  } else {
-    for (int i = first; i < vectors; i += kStride) {
-      v.raw = slice[i];
-      mapped_lanes(map, v, x);
-#pragma unroll
-      for (int j = 0; j < kLanes; ++j) {
-        const Term e = term(x[j], row_magic);
-        const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
-        add_fixed<0>(sum, e.z >= kMagic - kGradDepth ? mul32(a, add32(top, -x[j])) : 0.0f);
-      }
-    }
-  }
-  add_stats(warp_total(sum), words);
-  if (message.before <= 0) return;
-  bool found = false;
-  for (int i = first; i < vectors; i += kStride) {
-    // of logits that have been replaced the memory still has the originals
-    v.raw = std::is_same_v<T, float> && !plain ? reinterpret_cast<const uint4*>(logits)[i] : slice[i];
-#pragma unroll
-    for (int j = 0; j < kLanes; ++j) found = found || (widen(v.lane[j]) == message.max && i * kLanes + j < message.before);
-  }
-  if (__any_sync(0xFFFFFFFFu, found) && threadIdx.x % kWarp == 0) atomic_add(&words[1], kBefore);
-}
-
-// The same share of the gradient. own: the target's column in the slice, or elsewhere.
-template <class T, bool kExtras, class Map>
-__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
-                                            const RowMessage& message, T* to) {
-  constexpr int kLanes = kVector<T>;
-  constexpr int kStride = kWorkers * kWarp;
-  Vector<T> v;
-  float x[kLanes];
+  const auto store = [&](const Vector<T>& v, int i) {
+    if (!kExtras || to != nullptr) __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+  };
   const float row_magic = magic(message.n_max);
   // 2^-n_max goes from the term into the scale, where that is exact
   const int32_t scale_exponent = static_cast<int32_t>(bits(message.scale.scale) >> 23 & 0xFF), shifted_exponent = scale_exponent - message.n_max;
-  const bool capped = kExtras && extras.options.map.cap != 0.0f, is_mapped = kExtras && !is_identity(extras.options.map);
-  const bool table_has_it = !capped || extras.options.smoothing == 0.0;  // under a cap the constant has a slope of its own
-  if (TermTable<T>::kExists && share.tabled && table_has_it && term(share.finite, row_magic).z >= kMagic - kGradDepth + static_cast<float>(map.above()) && scale_exponent > 0 && shifted_exponent > 0 &&
-      shifted_exponent < 255) {
+  const bool has_cap = kExtras && extras.options.map.cap != 0.0f;
+  // under a cap the constant has a slope of its own, and statistics want what the table has not
+  const bool table_has_it = !has_cap || (!kStats && extras.options.smoothing == 0.0);
+  const bool scalable = scale_exponent > 0 && shifted_exponent > 0 && shifted_exponent < 255 && (!kStats || (message.n_max > -80 && message.n_max < 80));
+  if (TermTable<T>::kExists && share.tabled && table_has_it && term(share.finite, row_magic).z >= kMagic - kGradDepth + static_cast<float>(map.above()) && scalable) {
     if constexpr (TermTable<T>::kExists) {
       TermTable<T> values = table;
-      if (capped) values.entries += table_bytes<T>();
+      if (has_cap) values.entries += table_bytes<T>();
       const float scale = from_bits(bits(message.scale.scale) - (static_cast<uint32_t>(message.n_max) << 23));
+      const auto power = [&](int k) { return from_bits(static_cast<uint32_t>(127 + k) << 23); };
+      const float to_high = power(kFixedHigh - message.n_max), from_high = power(message.n_max - kFixedHigh), to_low = power(kFixedBits - message.n_max);
       const auto write = [&](auto tabled) {
         constexpr int kTabled = decltype(tabled)::value;
 #pragma unroll 2
@@ -275,51 +245,82 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
           v.raw = slice[i];
           float value[kTabled];
           values.look_up(v.raw, value);
+          if constexpr (kStats) {  // of -inf the value is 0, and 0 times infinity is not
+#pragma unroll
+            for (int j = 0; j < kTabled; ++j) add_fixed(stats.sum, mul32(value[j], fminf(add32(stats.top, -map.scaled(widen(v.lane[j]))), 0x1p+30f)), to_high, from_high, to_low);
+          }
           if constexpr (kTabled < kLanes) {
             float rest[kLanes - kTabled];
             T out[kLanes - kTabled];
 #pragma unroll
-            for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = widen(v.lane[j]);
+            for (int j = kTabled; j < kLanes; ++j) rest[j - kTabled] = map.scaled(widen(v.lane[j]));
             gradients<T, false, kExtras>(rest, row_magic, message.scale, out);
 #pragma unroll
             for (int j = kTabled; j < kLanes; ++j) v.lane[j] = out[j - kTabled];
           }
 #pragma unroll
           for (int j = 0; j < kTabled; ++j) v.lane[j] = narrow<T>(kExtras ? fma32(value[j], scale, message.scale.constant) : mul32(value[j], scale));
-          __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+          store(v, i);
         }
       };
-      if (share.finite == share.low && !is_mapped) {
+      if (share.finite == share.low && !has_cap && !kStats) {
         write(Constant<kTabledLanes>());
       } else {
         write(Constant<kLanes>());
       }
     }
-  } else if (is_mapped) {
+  } else if (has_cap) {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes(map, v, x);
-      gradients_with<T>(x, extras.options.map, row_magic, message.scale, v.lane);
-      __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+      mapped_lanes<T, kExtras>(map, true, v, x);
+      gradients_with<T>(x, extras.options.map, row_magic, message.scale, v.lane, 0.0f, NoWeight(), stats);
+      store(v, i);
     }
   } else if (term(share.low, row_magic).z >= kMagic - kGradDepth) {
 #pragma unroll 4
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      widen(v, x);
-      gradients<T, false, kExtras>(x, row_magic, message.scale, v.lane);
-      __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+      mapped_lanes<T, kExtras>(map, false, v, x);
+      gradients<T, false, kExtras>(x, row_magic, message.scale, v.lane, stats);
+      store(v, i);
     }
   } else {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      widen(v, x);
-      gradients<T, true, kExtras>(x, row_magic, message.scale, v.lane);
-      __stcs(reinterpret_cast<uint4*>(to) + i, v.raw);
+      mapped_lanes<T, kExtras>(map, false, v, x);
+      gradients<T, true, kExtras>(x, row_magic, message.scale, v.lane, stats);
+      store(v, i);
     }
   }
   // the target's column, by the thread that wrote over it
-  if (message.own >= 0 && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
+  if ((!kExtras || to != nullptr) && message.own >= 0 && message.own / kLanes % kStride == first) to[message.own] = narrow<T>(message.scale.target);
+}
+template <class T, bool kExtras, class Map>
+__device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
+                                            const RowMessage& message, T* to) {
+  NoStats none;
+  write_lanes<T, kExtras>(slice, vectors, first, share, table, map, extras, message, to, none);
+}
+
+// The share's statistics, and its gradient unless `to` is null. logits: the slice as it came.
+template <class T, class Map>
+__device__ __forceinline__ void write_share_and_stats(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
+                                                      const RowMessage& message, const T* logits, int64_t* words, T* to) {
+  constexpr int kLanes = kVector<T>;
+  constexpr int kStride = kWorkers * kWarp;
+  WithStats stats;
+  stats.top = map(message.max);
+  write_lanes<T, true>(slice, vectors, first, share, table, map, extras, message, to, stats);
+  add_stats(warp_total(stats.sum), words);
+  if (message.before <= 0) return;
+  bool found = false;
+  Vector<T> v;
+  for (int i = first; i < vectors; i += kStride) {
+    v.raw = std::is_same_v<T, float> && extras.options.map.cap != 0.0f ? reinterpret_cast<const uint4*>(logits)[i] : slice[i];
+#pragma unroll
+    for (int j = 0; j < kLanes; ++j) found = found || (widen(v.lane[j]) == message.max && i * kLanes + j < message.before);
+  }
+  if (__any_sync(0xFFFFFFFFu, found) && threadIdx.x % kWarp == 0) atomic_add(&words[1], kBefore);
 }
 
 }  // namespace cuda

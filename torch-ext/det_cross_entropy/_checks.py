@@ -197,11 +197,6 @@ def may_overwrite(inplace_backward, logits, rows):
     return True
 
 
-def no_smoothing(label_smoothing):
-    if label_smoothing != 0:
-        raise NotImplementedError(f"label_smoothing: expected 0, got {label_smoothing!r}; smoothing is not implemented")
-
-
 def wants_validation(validate, logits):
     """None: where looking costs no synchronisation, that is on the CPU and not while torch.compile traces or torch.vmap batches."""
     batched = not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

@@ -58,12 +58,15 @@ class Options(NamedTuple):
         return (loss, *more) if more else loss
 
 
-def _number(name, value, expected, holds):
+def number(name, value, expected, holds):
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
     if not holds(value):
         raise ValueError(f"{name}: expected {expected}, got {value}")
     return float(value)
+
+
+_NUMBERS = (float, int)
 
 
 def _positive(value):
@@ -88,14 +91,13 @@ def options(
     return_stats=False,
 ):
     """Options, or None if nothing is asked for. logits: for its device; columns: of the vocabulary, None where only all ranks together know."""
-    numbers = z_loss, label_smoothing, logit_scale, softcap
-    if numbers == (0.0, 0.0, 1.0, None) and weight is None and num_items is None and valid_vocab is None and (return_z_loss, return_lse, return_stats) == (False, False, False):
-        if not any(isinstance(n, bool) for n in numbers):
-            return None
-    z_loss = _number("z_loss", z_loss, "a finite number, 0 or more", lambda x: 0 <= x < 2.0**128)
-    label_smoothing = _number("label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
-    logit_scale = _number("logit_scale", logit_scale, "2**-60 to 2**60", _positive)
-    softcap = 0.0 if softcap is None else _number("softcap", softcap, "2**-60 to 2**60, or None", _positive)
+    default = type(z_loss) in _NUMBERS and type(label_smoothing) in _NUMBERS and type(logit_scale) in _NUMBERS and z_loss == 0 and label_smoothing == 0 and logit_scale == 1
+    if default and softcap is weight is num_items is valid_vocab is None and return_z_loss is return_lse is return_stats is False:
+        return None
+    z_loss = number("z_loss", z_loss, "a finite number, 0 or more", lambda x: 0 <= x < 2.0**128)
+    label_smoothing = number("label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
+    logit_scale = number("logit_scale", logit_scale, "2**-60 to 2**60", _positive)
+    softcap = 0.0 if softcap is None else number("softcap", softcap, "2**-60 to 2**60, or None", _positive)
     if weight is not None:
         check.tensor("weight", weight, (torch.float32,), None if columns is None else (columns,), logits.device)
         if weight.dim() != 1:
@@ -134,4 +136,4 @@ def reduce_z(z_loss, targets, mode, ignore_index, sums):
     return ops.reduce_digits(with_divisor(words, sums) if mode == MEAN else words, mode == MEAN)
 
 
-__all__ = ["Options", "options", "reduce_z", "with_divisor"]
+__all__ = ["Options", "number", "options", "reduce_z", "with_divisor"]

@@ -8,7 +8,8 @@ from . import _ranks
 from ._options import Options, options, with_divisor
 from ._ops import ops
 from ._ranks import Ranks
-from ._registration import COUNT_WORD, MEAN, NONE, gradient_with_options
+from ._registration import COUNT_WORD, LOGIT_WORDS, MEAN, NONE, RANK_WORDS, STAT_WORDS, gradient_with_options
+from .stats import RowStats
 
 
 class _Loss(torch.autograd.Function):
@@ -31,9 +32,9 @@ class _LossWithOptions(torch.autograd.Function):
     """(out, lse), both with their derivatives."""
 
     @staticmethod
-    def forward(ctx, rows, out, lse, target, maximum, state, sums, ignore_index, start, valid_vocab):
+    def forward(ctx, rows, out, lse, target, maximum, state, sums, ignore_index, start, options):
         ctx.save_for_backward(rows, target, maximum, state, sums)
-        ctx.rest = ignore_index, start, valid_vocab
+        ctx.rest = ignore_index, start, options
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -42,8 +43,8 @@ class _LossWithOptions(torch.autograd.Function):
         if grad_out is None and grad_lse is None:
             return (None,) * 10
         rows, target, maximum, state, sums = ctx.saved_tensors
-        ignore_index, start, valid_vocab = ctx.rest
-        grad = gradient_with_options(grad_out, grad_lse, rows, target, maximum, state, sums, ignore_index, valid_vocab, start)
+        ignore_index, start, options = ctx.rest
+        grad = gradient_with_options(grad_out, grad_lse, rows, target, maximum, state, sums, ignore_index, options.valid_vocab, start, options.of_gradient)
         return (grad,) + (None,) * 9
 
 
@@ -82,14 +83,14 @@ def _finish(rows, loss, target, maximum, state, mode, tokens, ignore_index, star
     return out.reshape(shape) if mode == NONE else out
 
 
-def _finish_with_options(rows, loss, lse, z_loss, target, maximum, state, mode, tokens, ignore_index, start, shape, asked):
+def _finish_with_options(rows, loss, lse, z_loss, stats, target, maximum, state, mode, tokens, ignore_index, start, shape, asked):
     with torch.no_grad():
         out, z_loss, sums = _reduce_with_options(loss, z_loss, target, mode, tokens, ignore_index, asked)
     sums = sums if mode == MEAN else None
-    out, lse = _LossWithOptions.apply(rows, out, lse, target, maximum, state, sums, ignore_index, start, asked.valid_vocab)
+    out, lse = _LossWithOptions.apply(rows, out, lse, target, maximum, state, sums, ignore_index, start, asked)
     if mode == NONE:
         out, z_loss = out.reshape(shape), z_loss.reshape(shape)
-    return asked.results(out, z_loss, lse.reshape(shape))
+    return asked.results(out, z_loss, lse.reshape(shape), RowStats(*(s.reshape(shape) for s in stats)) if asked.return_stats else None)
 
 
 def _token_ranks(dp_group, ranks):
@@ -129,8 +130,12 @@ def vocab_parallel_cross_entropy(
     weight=None,
     num_items=None,
     valid_vocab=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
     return_z_loss=False,
     return_lse=False,
+    return_stats=False,
     validate=None,
 ):
     """Cross-entropy of logits whose vocabulary is cut over the ranks of a group: value and gradient are the bytes of ``cross_entropy`` on one device.
@@ -153,8 +158,9 @@ def vocab_parallel_cross_entropy(
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
             None of them may be in ``group``, but this rank itself.
         ignore_index: as in ``cross_entropy``.
-        z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``, the same on every rank. ``weight`` is that of the whole vocabulary, and
-            ``valid_vocab`` counts its columns: a shard may lie beyond. They cost no message of their own, but 96 bytes over dp_group for weights and as many for return_z_loss.
+        z_loss, weight, num_items, valid_vocab, label_smoothing, logit_scale, softcap, return_z_loss, return_lse, return_stats: as in ``cross_entropy``, the same on every rank.
+            ``weight`` is that of the whole vocabulary, and ``valid_vocab`` counts its columns: a shard may lie beyond. They cost no message of their own, but 32 bytes a token for
+            label_smoothing, 20 for return_stats, and 96 in all over dp_group for weights and as many for return_z_loss.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
             both groups alike, at the cost of a few messages and a wait for the device. Where a rank's ``group`` or ``dp_group`` itself is wrong, those who wait for it there get the
             backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens are an
@@ -166,7 +172,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError, ValueError: naming the argument, the ranks (as the default group counts them) and the columns.
 
-    Source: docs/SPEC.md, sections 4, 6 to 8, 11 and 12.
+    Source: docs/SPEC.md, sections 4, 6 to 8 and 11 to 13.
     """
     call = "vocab_parallel_cross_entropy"
     ranks = Ranks("group", group)
@@ -180,7 +186,8 @@ def vocab_parallel_cross_entropy(
         check.countable("logits_shard", len(rows), mode)
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
-        asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse)
+        more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
+        asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, **more)
         own, classes = rows if asked is None else asked.valid(rows, start), None if weight is None else len(weight)
         if vocab_size is not None and not 1 <= check.integer("vocab_size", vocab_size) < 2**31:
             raise ValueError(f"vocab_size: expected 1 <= vocab_size < 2**31, got {vocab_size}")
@@ -199,25 +206,35 @@ def vocab_parallel_cross_entropy(
         _ranks.agree_on_shards(call, ranks, tokens, shard, common)
 
     with torch.no_grad():
-        images = ranks.all_reduce(ops.order_images(ops.rowmax(own, 0, own.shape[1])), dist.ReduceOp.MAX)
         share = ranks.size - 1 if ranks.rank == 0 else -1
-        salt = () if asked is None else (asked.z_loss, asked.valid_vocab, asked.weight)
-        words, maximum = ops.shard_words(own, target, images, ignore_index, mode, share, start, *salt)
+        N, columns = len(rows), -1 if vocab_size is None else vocab_size
+        of_row = ops.order_images(ops.rowmax(own, 0, own.shape[1]))
+        if asked is not None and asked.return_stats:
+            of_row = torch.cat([of_row, ops.order_images(-ops.rowleast(own, 0, own.shape[1]))])
+        images = ranks.all_reduce(of_row, dist.ReduceOp.MAX)
+        salt = () if asked is None else (asked.z_loss, asked.valid_vocab, asked.weight, asked.label_smoothing, *asked.map, asked.return_stats)
+        words, maximum = ops.shard_words(own, target, images[:N], ignore_index, mode, share, start, *salt)
         ranks.all_reduce(words)
         settled, target_logits = ops.settle_targets(words, target, ignore_index)
-        digits = words[: check.WORDS * len(rows)].view(len(rows), check.WORDS)
-        columns = -1 if vocab_size is None else vocab_size
+        digits = words[: check.WORDS * N].view(N, check.WORDS)
         if asked is None:
             loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, columns)
         else:
-            loss, _, state, status, lse, z = ops.finalize_with_options(
-                digits, target_logits, settled, maximum, ignore_index, asked.valid_vocab or columns, asked.z_loss, asked.weight
-            )
+            columns, beside = asked.valid_vocab or columns, words[(check.WORDS + RANK_WORDS) * N :]
+            smoothing = beside[: LOGIT_WORDS * N].view(N, LOGIT_WORDS) if asked.label_smoothing else None
+            weight = asked.weight if not asked.valid_vocab or asked.weight is None else asked.weight[: asked.valid_vocab]
+            arguments = asked.z_loss, weight, asked.label_smoothing, smoothing, *asked.map
+            loss, _, state, status, lse, z = ops.finalize_with_options(digits, target_logits, settled, maximum, ignore_index, columns, *arguments)
+            stats = ()
+            if asked.return_stats:
+                least = -torch.where(images[N:] < 0, images[N:] ^ 0x7FFFFFFF, images[N:]).view(torch.float32)  # order images back
+                stat_words = beside[-STAT_WORDS * N :].view(N, STAT_WORDS) if N else beside.new_empty((0, STAT_WORDS))
+                stats = ops.finalize_stats(digits, stat_words, least, target_logits, settled, maximum, ignore_index, columns, *asked.map)
     if validated:
         findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(words, status, target, ignore_index))
         _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(findings), tokens)
     if asked is not None:
-        return _finish_with_options(rows, loss, lse, z, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape, asked)
+        return _finish_with_options(rows, loss, lse, z, stats, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape, asked)
     return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
 
 
@@ -232,8 +249,12 @@ def data_parallel_cross_entropy(
     weight=None,
     num_items=None,
     valid_vocab=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
     return_z_loss=False,
     return_lse=False,
+    return_stats=False,
     validate=None,
 ):
     """``cross_entropy`` of the tokens of all ranks of a group, each of which holds its own with the whole vocabulary: exact, so the same bytes for every way of spreading tokens.
@@ -247,8 +268,8 @@ def data_parallel_cross_entropy(
         targets: int64 or int32, the leading shape of logits.
         reduction: "mean" over all tokens of the group that are not ignored, or "sum".
         group: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
-        z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``. The sum of weights is that of all tokens of the group, ``num_items`` a number
-            for the whole group, and lse that of this rank's tokens.
+        z_loss, weight, num_items, valid_vocab, label_smoothing, logit_scale, softcap, return_z_loss, return_lse, return_stats: as in ``cross_entropy``. The sum of weights is that of all tokens of the group, ``num_items`` a number
+            for the whole group, and lse and the statistics those of this rank's tokens.
         ignore_index, validate: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
@@ -269,14 +290,15 @@ def data_parallel_cross_entropy(
         target = check.target_rows(targets, logits)
         mode = check.reduction(reduction, ("mean", "sum"))
         check.integer("ignore_index", ignore_index)
-        asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1])
+        more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
+        asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1], **more)
         with torch.no_grad():
             if asked is None:
                 loss, maximum, _, state, _, status = ops.cross_entropy(rows, target, NONE, ignore_index)
             else:
-                loss, maximum, _, state, _, status, lse, z = ops.cross_entropy_with_options(
-                    rows, target, NONE, ignore_index, asked.z_loss, asked.weight, None, asked.valid_vocab
-                )
+                per_row = asked._replace(num_items=None).of_loss
+                loss, maximum, _, state, _, status, lse, z, *stats = ops.cross_entropy_with_options(rows, target, NONE, ignore_index, *per_row)
+                stats = (lse, *stats)
         if validated:
             check.raise_for_status(status, target, asked and asked.valid_vocab or rows.shape[1], ignore_index)
             common = (*_everywhere(reduction, ignore_index, asked), ("logits", f"V = {rows.shape[1]}"))
@@ -288,7 +310,7 @@ def data_parallel_cross_entropy(
     if validated:
         _ranks.raise_together("data_parallel_cross_entropy", problem, ranks, common=common, rows=count)
     if asked is not None:
-        return _finish_with_options(rows, loss, lse, z, target, maximum, state, mode, ranks, ignore_index, 0, targets.shape, asked)
+        return _finish_with_options(rows, loss, lse, z, stats, target, maximum, state, mode, ranks, ignore_index, 0, targets.shape, asked)
     return _finish(rows, loss, target, maximum, state, mode, ranks, ignore_index, 0, ())
 
 

@@ -9,6 +9,7 @@ from . import _checks as check
 from . import _ranks, functional
 from .audit import digest
 from .distributed import data_parallel_cross_entropy, vocab_parallel_cross_entropy
+from .stats import RowStats
 
 
 def _span(size, mesh, placements, dim):
@@ -88,8 +89,12 @@ def cross_entropy(
     weight=None,
     num_items=None,
     valid_vocab=None,
+    label_smoothing=0.0,
+    logit_scale=1.0,
+    softcap=None,
     return_z_loss=False,
     return_lse=False,
+    return_stats=False,
     validate=None,
 ):
     """``cross_entropy`` of a DTensor, without a redistribution: the same bytes for every mesh and placement.
@@ -102,11 +107,11 @@ def cross_entropy(
             their targets; without it, other targets are seen (as NaN) only between ranks that share the vocabulary.
         reduction: as in ``cross_entropy``. Mean and sum are exact over all tokens of the mesh.
         class_dim: the dimension of the vocabulary; ``torch.nn.functional.cross_entropy`` has it at 1.
-        z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse: as in ``cross_entropy``; weight is a plain tensor or a replicated DTensor.
+        z_loss, weight, num_items, valid_vocab, label_smoothing, logit_scale, softcap, return_z_loss, return_lse, return_stats: as in ``cross_entropy``; weight is a plain tensor or a replicated DTensor.
         ignore_index, validate: as in ``vocab_parallel_cross_entropy``.
 
     Returns:
-        float32 DTensor: a replicated scalar, or for "none" placed as targets, as lse is; with what was asked for beside it, as ``cross_entropy``. The gradient is placed as logits, and is that of the global loss.
+        float32 DTensor: a replicated scalar, or for "none" placed as targets, as lse and the statistics are; with what was asked for beside it, as ``cross_entropy``. The gradient is placed as logits, and is that of the global loss.
 
     Raises:
         TypeError, ValueError: naming the argument and what it got.
@@ -139,7 +144,8 @@ def cross_entropy(
             raise ValueError(f"weight: expected a plain tensor or a replicated DTensor, got placements {tuple(weight.placements)}")
         weight = weight.to_local()
     options = {"ignore_index": ignore_index, "validate": validate, "z_loss": z_loss, "weight": weight, "num_items": num_items, "valid_vocab": valid_vocab}
-    options.update(return_z_loss=return_z_loss, return_lse=return_lse)
+    options.update(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap)
+    options.update(return_z_loss=return_z_loss, return_lse=return_lse, return_stats=return_stats)
     tokens = [mesh.get_group(i) for i in plan.by_token] if reduction != "none" else []
     if plan.by_class:
         groups = [mesh.get_group(i) for i in plan.by_class]
@@ -160,21 +166,23 @@ def cross_entropy(
     each = reduction == "none"
     if not isinstance(out, tuple):
         return placed(out, each)
-    return tuple(placed(result, each or (return_lse and i == len(out) - 1)) for i, result in enumerate(out))
+    a_token = [each] * (1 + return_z_loss) + [True] * (return_lse + return_stats)
+    return tuple(RowStats(*(placed(s, True) for s in result)) if isinstance(result, RowStats) else placed(result, t) for result, t in zip(out, a_token))
 
 
 def _functional(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean", label_smoothing=0.0):
     """With the signature of torch.nn.functional.cross_entropy."""
-    for name, value, off in (("size_average", size_average, None), ("reduce", reduce, None), ("label_smoothing", label_smoothing, 0.0)):
-        if value is not off and value != off:
+    for name, value in (("size_average", size_average), ("reduce", reduce)):
+        if value is not None:
             raise NotImplementedError(f"{name}: not implemented for DTensors")
-    return cross_entropy(input, target, reduction, ignore_index=ignore_index, weight=weight, class_dim=min(1, input.dim() - 1))
+    options = dict(ignore_index=ignore_index, weight=weight, label_smoothing=label_smoothing)
+    return cross_entropy(input, target, reduction, class_dim=min(1, input.dim() - 1), **options)
 
 
 class loss_parallel(TorchFunctionMode):
     """Within ``with loss_parallel():``, ``torch.nn.functional.cross_entropy`` and ``nn.CrossEntropyLoss`` of DTensor logits are ``cross_entropy`` of this module.
 
-    As torch's context of the same name is used; backward may be outside. Label smoothing raises ``NotImplementedError``. Other tensors are left to torch.
+    As torch's context of the same name is used; backward may be outside. Other tensors are left to torch.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -293,7 +293,8 @@ def finalize(
     if logit_digits is not None:
         logit_digits = check.row_values("logit_digits", logit_digits, logits, torch.int64, (LOGIT_WORDS,))
     if (logit_digits is not None) != bool(label_smoothing):
-        raise ValueError(f"logit_digits: expected {'int64 [N, 4]' if label_smoothing else 'None'} with label_smoothing = {label_smoothing}")
+        expected, got = ("int64 [N, 4]", "None") if label_smoothing else ("None", "a tensor")
+        raise ValueError(f"logit_digits: expected {expected} with label_smoothing = {label_smoothing}, got {got}")
     row = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked, logit_digits)
     return (row.loss, row.denom) + (row.z_loss,) * return_z_loss + (row.lse,) * return_lse
 

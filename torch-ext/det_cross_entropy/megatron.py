@@ -2,7 +2,10 @@
 
 import sys
 
-from . import _checks as check
+import torch
+
+from ._options import number as _number
+from ._ranks import Ranks
 from .distributed import vocab_parallel_cross_entropy as _vocab_parallel_cross_entropy
 
 
@@ -18,18 +21,22 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=
     Args:
         vocab_parallel_logits: [s, b, V / ranks], float32, bfloat16 or float16; not written to.
         target: [s, b], int64 or int32; -100 is ignored: loss 0. Others out of range give NaN (Megatron: a number).
-        label_smoothing: 0.
+        label_smoothing: in [0, 1): as Megatron has it, spread over the V - 1 other classes, which is ``label_smoothing * V / (V - 1)`` of ``cross_entropy``. V is that of
+            the whole vocabulary (Megatron's mean is over a rank's own columns, so that its loss depends on the number of ranks).
         tp_group: the tensor-parallel ranks; None: Megatron's own, if Megatron is in use, else the default group.
 
     Returns:
         float32 losses [s, b], the same on every rank.
 
     Raises:
-        NotImplementedError: label_smoothing is not 0.
         TypeError, ValueError: as the ``vocab_parallel_cross_entropy`` of this package.
     """
-    check.no_smoothing(label_smoothing)
-    return _vocab_parallel_cross_entropy(vocab_parallel_logits, target, "none", group=_default_group() if tp_group is None else tp_group)
+    group = _default_group() if tp_group is None else tp_group
+    if label_smoothing != 0 and isinstance(vocab_parallel_logits, torch.Tensor) and vocab_parallel_logits.dim():
+        _number("label_smoothing", label_smoothing, "0 or more, less than 1", lambda x: 0 <= x < 1)
+        size = Ranks("tp_group", group).size * vocab_parallel_logits.shape[-1]
+        label_smoothing = min(1.0, label_smoothing * size / (size - 1)) if size > 1 else 0.0
+    return _vocab_parallel_cross_entropy(vocab_parallel_logits, target, "none", group=group, label_smoothing=label_smoothing)
 
 
 __all__ = ["vocab_parallel_cross_entropy"]

@@ -2,7 +2,6 @@
 
 import torch
 
-from . import _checks as check
 from .distributed import vocab_parallel_cross_entropy
 from .functional import cross_entropy
 
@@ -25,27 +24,20 @@ def parallel_cross_entropy(
     Args:
         inp: [b, s, V] or [s, b, V], or V / ranks columns of it in the order of ranks; float32, bfloat16 or float16; not written to.
         target: the leading shape of inp, or that flattened, [b * s] or [b * s, 1]; int64 or int32.
-        label_smoothing: 0.
+        label_smoothing, z_loss_weight: as label_smoothing and z_loss of ``cross_entropy``.
         reduce_loss: the mean over the tokens that are not ignored (TransformerEngine: over all tokens) instead of per-token losses.
         dist_process_group: the ranks that share the vocabulary; None: this process has all of it.
         ignore_idx: tokens with this target have loss and gradient 0.
         is_cg_capturable: without effect on results; True also keeps arguments unvalidated on the CPU. A CUDA graph can capture both ways.
-        z_loss_weight: 0.
         _input: the older name of inp.
-        return_log_sum_exp: False.
+        return_log_sum_exp: also return the log-sum-exp of each token.
 
     Returns:
-        float32: the leading shape of inp, or a scalar.
+        float32: the leading shape of inp, or a scalar; with return_log_sum_exp ``(loss, log_sum_exp)``, the latter in the leading shape of inp.
 
     Raises:
-        NotImplementedError: label_smoothing, z_loss_weight or return_log_sum_exp is not the default.
         TypeError, ValueError: as ``vocab_parallel_cross_entropy``.
     """
-    check.no_smoothing(label_smoothing)
-    if z_loss_weight != 0:
-        raise NotImplementedError(f"z_loss_weight: expected 0, got {z_loss_weight!r}; z-loss is not implemented")
-    if return_log_sum_exp is not False:
-        raise NotImplementedError(f"return_log_sum_exp: expected False, got {return_log_sum_exp!r}; not implemented")
     if _input is not None:
         if inp is not None:
             raise TypeError("_input: expected None, as inp is given; it is the older name of inp")
@@ -56,6 +48,7 @@ def parallel_cross_entropy(
             target = target.reshape(inp.shape[:-1])
     reduction = "mean" if reduce_loss else "none"
     options = {"ignore_index": ignore_idx, "validate": False if is_cg_capturable else None}
+    options.update(label_smoothing=label_smoothing, z_loss=z_loss_weight, return_lse=return_log_sum_exp)
     if dist_process_group is None:
         return cross_entropy(inp, target, reduction, **options)
     return vocab_parallel_cross_entropy(inp, target, reduction, group=dist_process_group, **options)
