@@ -170,7 +170,11 @@ DCE_FN float round_sum(const int64_t* words, Divisor divisor) {
     }
   }
   uint64_t q = 0;
-  for (int i = 30; i >= 0; --i) {
+  if (count_length < 32) {  // A 2^-k below 2^60
+    q = static_cast<uint64_t>(a) / count;
+    a = static_cast<uint64_t>(a) % count;
+  }
+  for (int i = count_length < 32 ? -1 : 30; i >= 0; --i) {
     const uint128 c = static_cast<uint128>(count) << i;
     if (a >= c) {
       a -= c;

@@ -47,14 +47,13 @@ constexpr int64_t kInfiniteLogit = int64_t{1} << 47;  // in word 3, beside the r
 // z, a sum in units of 2^-31 with |z| < 2^62, as what it adds to words 0 and 1.
 DCE_FN int64_t low_word(int64_t z) { return z & ((int64_t{1} << kLogitRadix) - 1); }
 DCE_FN int64_t high_word(int64_t z) { return z >> kLogitRadix; }  // floor
-// A p that FixedSum does not take, infinite or at least 2^12, as what it adds to words `at` and `at` + 1.
+// A finite p that FixedSum does not take, at least 2^12, as what it adds to words `at` and `at` + 1.
 struct WideLogit {
   int at;         // 0..2
-  int64_t low;    // |low| < 2^48; or kInfiniteLogit
+  int64_t low;    // |low| < 2^48
   int64_t high;   // |high| < 2^24
 };
 DCE_FN WideLogit wide_logit(float p) {
-  if (!is_finite(p)) return {kLogitWords - 1, kInfiniteLogit, 0};
   const uint32_t b = bits(p);
   const int shift = static_cast<int>(b >> 23 & 0xFF) - (127 + 23 - 31);  // 20..135: of the significand
   const uint128 v = static_cast<uint128>((b & 0x7FFFFFu) | 0x800000u) << (shift % kLogitRadix);  // < 2^72
@@ -63,7 +62,7 @@ DCE_FN WideLogit wide_logit(float p) {
 }
 // p of a column: its shifted logit, times its class's weight if there are weights.
 DCE_FN float weighted_logit(float x, float weight) { return weight == 0.0f ? 0.0f : mul32(x, weight); }
-// One shard's words from sums of words of its pieces, in which each infinite p counts.
+// One shard's words from sums of words of its pieces, fewer than 2^15, in each of which infinite p count once.
 DCE_FN void carry_logit_words(int64_t* words) {
   for (int i = 0; i < kLogitWords - 1; ++i) {
     words[i + 1] = wrapping_add(words[i + 1], words[i] >> kLogitRadix);
@@ -89,7 +88,7 @@ DCE_FN void carry_stat_words(int64_t* words) {
   words[1] = wrapping_add(words[1], words[0] >> kStatRadix);
   words[0] = stat_low(words[0]);
 }
-// Rounded to nearest, so that the rest may be as low as -2^39.
+// How many pieces have it; rounded to nearest, so that the rest may be as low as -2^39.
 DCE_FN int64_t before_of(int64_t word) { return wrapping_add(word, kBefore / 2) >> 40; }
 DCE_FN void canonical_stat_words(int64_t* words) {
   carry_stat_words(words);

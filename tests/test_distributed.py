@@ -218,6 +218,9 @@ OPTIONS = {
     "num_items": dict(num_items=17),
     "all": dict(z_loss=0.02, weight=torch.linspace(-0.25, 2, V), valid_vocab=100, num_items=torch.tensor(17)),
     "lse alone": {},
+    "smoothing": dict(label_smoothing=0.1),
+    "softcap": dict(softcap=4.0, logit_scale=1.5),
+    "smoothing and all": dict(label_smoothing=0.25, softcap=20.0, z_loss=0.02, weight=torch.linspace(-0.25, 2, V), valid_vocab=100),
 }
 OPTION_CASES = [(name, dtype, reduction) for name in OPTIONS for dtype in DTYPES for reduction in REDUCTIONS if reduction == "mean" or "num_items" not in OPTIONS[name]]
 G_LSE = torch.linspace(-1, 1, N)
@@ -227,7 +230,7 @@ def option_inputs(name, dtype, kind="special"):
     logits, targets, upstream = batch(kind, dtype)
     if "valid_vocab" in OPTIONS[name]:
         targets = targets.clamp(max=99)
-    return logits, targets, upstream, {**OPTIONS[name], "return_z_loss": True, "return_lse": True}
+    return logits, targets, upstream, {**OPTIONS[name], "return_z_loss": True, "return_lse": True, "return_stats": True}
 
 
 def backward_of_both(out, lse, upstream, g_lse):
@@ -245,10 +248,10 @@ def with_options(dce, rank, groups):
             for index, (option, dtype, reduction) in enumerate(OPTION_CASES):
                 logits, targets, upstream, kw = option_inputs(option, dtype, "special" if reduction == "none" else "plain")
                 leaf = logits[:, lo:hi].clone().requires_grad_()
-                out, z, lse = dce.vocab_parallel_cross_entropy(leaf, targets, reduction, group=groups[world], vocab_start=lo, validate=index % 3 == 0, **kw)
+                out, z, lse, stats = dce.vocab_parallel_cross_entropy(leaf, targets, reduction, group=groups[world], vocab_start=lo, validate=index % 3 == 0, **kw)
                 backward_of_both(out, lse, upstream, G_LSE)
                 grad = leaf.grad.view(torch.uint8).numpy() if leaf.grad.numel() else np.zeros((N, 0), np.uint8)
-                seen[world, name, (option, dtype, reduction)] = (dce.digest(out), dce.digest(z), dce.digest(lse)), lo, grad
+                seen[world, name, (option, dtype, reduction)] = tuple(map(dce.digest, (out, z, lse, *stats))), lo, grad
     return seen
 
 
@@ -266,30 +269,30 @@ def options_of_tokens(dce, rank, groups):
             logits, targets, _, kw = option_inputs(option, "bf16", "plain")
             leaf = logits[a:b, lo:hi].clone().requires_grad_()
             if tp == 1:
-                out, z, lse = dce.data_parallel_cross_entropy(leaf, targets[a:b], reduction, group=mesh.get_group("dp"), **kw)
+                out, z, lse, stats = dce.data_parallel_cross_entropy(leaf, targets[a:b], reduction, group=mesh.get_group("dp"), **kw)
             else:
-                out, z, lse = dce.vocab_parallel_cross_entropy(leaf, targets[a:b], reduction, group=mesh["tp"], vocab_start=lo, dp_group=mesh["dp"], **kw)
+                out, z, lse, stats = dce.vocab_parallel_cross_entropy(leaf, targets[a:b], reduction, group=mesh["tp"], vocab_start=lo, dp_group=mesh["dp"], **kw)
             backward_of_both(out, lse, None, G_LSE[a:b])
-            seen[dp, tp, option, reduction] = out.detach(), z, lse.detach(), (a, b), (lo, hi), leaf.grad.float()
+            seen[dp, tp, option, reduction] = out.detach(), z, lse.detach(), stats, (a, b), (lo, hi), leaf.grad.float()
     for layout in ("dp x tp", "tokens", "replicated", "vocabulary of 3"):
         shape, placements = LAYOUTS[layout]
         mesh = DeviceMesh("cpu", torch.arange(torch.Size(shape).numel()).view(shape))
         if rank >= mesh.size():
             continue
-        logits, targets, _, kw = option_inputs("all", "fp32", "plain")
+        logits, targets, _, kw = option_inputs("smoothing and all" if layout == "tokens" else "all", "fp32", "plain")
         for_targets = [p if p in (Shard(0), Shard(1)) else Replicate() for p in placements]
         x = distribute_tensor(logits.view(4, 6, V), mesh, placements).requires_grad_()
         t = distribute_tensor(targets.view(4, 6), mesh, for_targets)
         for reduction in ("mean", "none"):
             if reduction == "none":
                 kw = {k: v for k, v in kw.items() if k != "num_items"}
-            out, z, lse = dce.cross_entropy(x, t, reduction, validate=False, **kw)
+            out, z, lse, stats = dce.cross_entropy(x, t, reduction, validate=False, **kw)
             (grad,) = torch.autograd.grad([out, lse], x, [torch.ones_like(out), distribute_tensor(G_LSE.view(4, 6), mesh, for_targets)])
-            seen[layout, reduction] = out.full_tensor().detach(), z.full_tensor(), lse.full_tensor().detach(), grad.full_tensor()
+            seen[layout, reduction] = out.full_tensor().detach(), z.full_tensor(), lse.full_tensor().detach(), *(s.full_tensor() for s in stats), grad.full_tensor()
         with dce.dtensor.loss_parallel():
             moved = [Shard({0: 0, 1: 2, 2: 1}[p.dim]) if isinstance(p, Shard) else p for p in placements]
             y = distribute_tensor(logits.view(4, 6, V).movedim(2, 1).contiguous(), mesh, moved)
-            seen[layout, "context"] = torch.nn.functional.cross_entropy(y, t, OPTIONS["weight"]["weight"]).full_tensor()
+            seen[layout, "context"] = torch.nn.functional.cross_entropy(y, t, OPTIONS["weight"]["weight"], label_smoothing=0.1).full_tensor()
     return seen
 
 
@@ -572,7 +575,7 @@ def dtensor_errors(dce, rank, groups):
         "not a DTensor": error_of(lambda: dce.dtensor.cross_entropy(x, t)),
         "class_dim": error_of(lambda: dce.dtensor.cross_entropy(by_class, t, class_dim=2)),
         "weight": error_of(lambda: functional(weight=distribute_tensor(torch.ones(20), mesh, [Shard(0)]))),
-        "label_smoothing": error_of(lambda: functional(label_smoothing=0.1)),
+        "label_smoothing": error_of(lambda: functional(label_smoothing=1.5)),
         "good": error_of(lambda: functional(label_smoothing=0.0, weight=None)),
     }
 
@@ -672,6 +675,10 @@ def drop_ins(dce, rank, groups):
         loss = dce.transformer_engine.parallel_cross_entropy(shard, t.flatten(), reduce_loss=True, dist_process_group=groups[3])
         (grad,) = torch.autograd.grad(loss, shard)
         seen["te mean", layout] = loss.detach(), grad
+        for name, call in (("megatron", dce.megatron.vocab_parallel_cross_entropy), ("te", lambda x, t, e, g: dce.transformer_engine.parallel_cross_entropy(x, t, e, False, g))):
+            losses = call(shard, t, 0.1, groups[3])
+            (grad,) = torch.autograd.grad(losses, shard, g)
+            seen[name + " smoothed", layout] = losses.detach(), grad
     return seen
 
 
@@ -733,14 +740,14 @@ def test_the_bytes_of_one_device(dce, seen, kind, world):
 
 
 def one_device(dce, option, dtype, reduction, kind):
-    """(loss, z-loss, lse, gradient)."""
+    """(loss, z-loss, lse, the statistics, gradient)."""
     logits, targets, upstream, kw = option_inputs(option, dtype, kind)
     if reduction != "mean":
         kw.pop("num_items", None)
     leaf = logits.requires_grad_()
-    out, z, lse = dce.cross_entropy(leaf, targets, reduction, **kw)
+    out, z, lse, stats = dce.cross_entropy(leaf, targets, reduction, **kw)
     backward_of_both(out, lse, upstream, G_LSE)
-    return out.detach(), z, lse.detach(), leaf.grad
+    return out.detach(), z, lse.detach(), *stats, leaf.grad
 
 
 @pytest.mark.parametrize("case", OPTION_CASES, ids="-".join)
@@ -749,34 +756,35 @@ def test_options_have_the_bytes_of_one_device(dce, seen, case):
     for world in WORLDS:
         for name in cuts_of(V, world):
             ranks = [r["with_options"][world, name, case] for r in seen[:world]]
-            assert {digests for digests, _, _ in ranks} == {tuple(expected[:3])}, (world, name)
+            assert {digests for digests, _, _ in ranks} == {tuple(expected[:-1])}, (world, name)
             whole = np.concatenate([grad for _, _, grad in sorted(ranks, key=lambda r: (r[1], r[2].shape[1]))], 1)
-            assert dce.digest(torch.from_numpy(whole)) == expected[3], (world, name)
+            assert dce.digest(torch.from_numpy(whole)) == expected[-1], (world, name)
 
 
 def test_options_over_any_spread_of_tokens(dce, seen):
     keys = {key for r in seen for key in r["options_of_tokens"] if len(key) == 4}
-    assert len(keys) == 4 * (6 + 4)
+    assert len(keys) == 4 * (9 + 7)
     for dp, tp, option, reduction in keys:
-        out, z, lse, grad = one_device(dce, option, "bf16", reduction, "plain")
+        out, z, lse, *stats, grad = one_device(dce, option, "bf16", reduction, "plain")
         for r in seen[: dp * tp]:
-            got, got_z, got_lse, (a, b), (lo, hi), got_grad = r["options_of_tokens"][dp, tp, option, reduction]
+            got, got_z, got_lse, got_stats, (a, b), (lo, hi), got_grad = r["options_of_tokens"][dp, tp, option, reduction]
             assert torch.equal(got, out) and torch.equal(got_z, z) and torch.equal(got_lse, lse[a:b]), (dp, tp, option, reduction)
+            assert all(torch.equal(x, y[a:b]) for x, y in zip(got_stats, stats)), (dp, tp, option, reduction)
             assert torch.equal(got_grad, grad[a:b, lo:hi].float()), (dp, tp, option, reduction)
 
 
 @pytest.mark.parametrize("layout", ["dp x tp", "tokens", "replicated", "vocabulary of 3"])
 def test_options_of_dtensors(dce, seen, layout):
-    logits, targets, _, kw = option_inputs("all", "fp32", "plain")
+    logits, targets, _, kw = option_inputs("smoothing and all" if layout == "tokens" else "all", "fp32", "plain")
     for reduction in ("mean", "none"):
         if reduction == "none":
-            kw.pop("num_items")
+            kw.pop("num_items", None)
         leaf = logits.view(4, 6, V).clone().requires_grad_()
-        out, z, lse = dce.cross_entropy(leaf, targets.view(4, 6), reduction, **kw)
+        out, z, lse, stats = dce.cross_entropy(leaf, targets.view(4, 6), reduction, **kw)
         torch.autograd.backward([out, lse], [torch.ones_like(out), G_LSE.view(4, 6)])
-        weighted = dce.cross_entropy(logits, targets, weight=OPTIONS["weight"]["weight"])
+        weighted = dce.cross_entropy(logits, targets, weight=OPTIONS["weight"]["weight"], label_smoothing=0.1)
         for r in seen[: torch.Size(LAYOUTS[layout][0]).numel()]:
-            for got, want in zip(r["options_of_tokens"][layout, reduction], (out.detach(), z, lse.detach(), leaf.grad)):
+            for got, want in zip(r["options_of_tokens"][layout, reduction], (out.detach(), z, lse.detach(), *stats, leaf.grad)):
                 assert torch.equal(got, want), reduction
             assert torch.equal(r["options_of_tokens"][layout, "context"], weighted)
 
@@ -993,7 +1001,7 @@ def test_dtensor(dce, seen, name):
     ("not a DTensor", "TypeError", "logits: expected a DTensor"),
     ("class_dim", "ValueError", "class_dim: .*2"),
     ("weight", "ValueError", "weight: .*replicated.*Shard"),
-    ("label_smoothing", "NotImplementedError", "label_smoothing"),
+    ("label_smoothing", "ValueError", "label_smoothing: .*0 to 1.*1.5"),
 ])
 def test_dtensor_errors(seen, case, kind, message):
     for r in seen[:2]:
@@ -1038,9 +1046,11 @@ def test_drop_ins(dce, seen, layout):
     logits, targets, upstream = batch("plain", "bf16")
     targets = torch.where(targets >= 210, 7, targets)
     x, t, g = (y.view(6, 4, *y.shape[1:]) for y in (logits[:, :210].contiguous(), targets, upstream))
-    for name, reduction in (("megatron", "none"), ("te", "none"), ("te mean", "mean")):
+    # Megatron spreads the smoothing over the other classes alone
+    cases = (("megatron", "none", 0.0), ("te", "none", 0.0), ("te mean", "mean", 0.0), ("megatron smoothed", "none", 0.1 * 210 / 209), ("te smoothed", "none", 0.1))
+    for name, reduction, label_smoothing in cases:
         leaf = x.clone().requires_grad_()
-        expected = dce.cross_entropy(leaf, t, reduction)
+        expected = dce.cross_entropy(leaf, t, reduction, label_smoothing=label_smoothing)
         expected.backward(g if reduction == "none" else None)
         for rank, r in enumerate(seen[:3]):
             out, grad = r["drop_ins"][name, layout]
@@ -1051,16 +1061,16 @@ def test_drop_ins(dce, seen, layout):
         dce.transformer_engine.parallel_cross_entropy(_input=x, target=t.flatten(), reduce_loss=True, z_loss_weight=0),
     ):
         assert torch.equal(called, dce.cross_entropy(x, t))
-    for kw in ({"z_loss_weight": 1e-4}, {"return_log_sum_exp": True}):
-        with pytest.raises(NotImplementedError, match=f"{next(iter(kw))}: .*{next(iter(kw.values()))}"):
-            dce.transformer_engine.parallel_cross_entropy(x, t, **kw)
+    loss, lse = dce.transformer_engine.parallel_cross_entropy(x, t, 0.1, z_loss_weight=1e-4, return_log_sum_exp=True)
+    expected, expected_lse = dce.cross_entropy(x, t, "none", label_smoothing=0.1, z_loss=1e-4, return_lse=True)
+    assert torch.equal(loss, expected) and torch.equal(lse, expected_lse)
     with pytest.raises(TypeError, match="_input: "):
         dce.transformer_engine.parallel_cross_entropy(x, t, _input=x)
     alone = dce.transformer_engine.parallel_cross_entropy(x, t, 0.0, True, None, -100, True)
     assert torch.equal(alone, dce.cross_entropy(x, t))
-    for call in (dce.megatron.vocab_parallel_cross_entropy, dce.transformer_engine.parallel_cross_entropy):
-        with pytest.raises(NotImplementedError, match="label_smoothing.*0.1"):
-            call(x, t, 0.1)
+    for wrong in (1.0, -0.1):
+        with pytest.raises(ValueError, match=f"label_smoothing: .*{wrong}"):
+            dce.megatron.vocab_parallel_cross_entropy(x, t, wrong)
 
 
 def test_autograd_and_compile(seen):

@@ -369,3 +369,22 @@ def test_targets_out_of_range(dce, kw):
         out = dce.cross_entropy(leaf, t, "none", validate=False, **kw)
         out.sum().backward()
         assert out.isnan().tolist() == [False] * 3 + [True] and leaf.grad.isnan().all(1).tolist() == [False] * 3 + [True]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_any_number_of_masked_columns(dce, weighted):
+    """More than a word could count one by one."""
+    V = 200_000
+    logits = torch.full((3, V), -float("inf"))
+    logits[0, :7] = 1.0
+    logits[1, ::2] = 1.0
+    logits[2] = 1.0
+    kw = dict(weight=torch.rand(V)) if weighted else {}
+    losses = dce.cross_entropy(logits, torch.zeros(3, dtype=torch.int64), "none", label_smoothing=0.1, **kw)
+    assert losses[:2].tolist() == [float("inf")] * 2 and losses[2].isfinite()
+    M = dce.rowmax(logits)
+    cuts = list(zip([0, 3, 3, 150_000], [3, 3, 150_000, V]))
+    shards = [dce.logit_digits(logits, M, lo, hi, **kw) for lo, hi in cuts]
+    digits = sum(dce.denom_digits(logits, M, lo, hi) for lo, hi in cuts)
+    composed, _ = dce.finalize(digits, logits, torch.zeros(3, dtype=torch.int64), M, label_smoothing=0.1, logit_digits=sum(shards), **kw)
+    assert dce.digest(composed) == dce.digest(losses)

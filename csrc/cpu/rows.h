@@ -222,10 +222,14 @@ struct Loops {
     }
   }
 
-  static void add_wide(float p, int64_t* words) {
+  static void add_wide(float p, int64_t* words, bool& infinite) {
+    if (!is_finite(p)) {
+      infinite = true;
+      return;
+    }
     const WideLogit w = wide_logit(p);
     words[w.at] += w.low;
-    if (w.high != 0) words[w.at + 1] += w.high;
+    words[w.at + 1] += w.high;
   }
   template <class T>
   static void logit_sum(const T* x, int64_t n, float shift, const LogitMap& map, float row_max, const float* weights, int64_t* words) {
@@ -235,6 +239,7 @@ struct Loops {
       words[0] += low_word(z);
       words[1] += high_word(z);
     };
+    bool infinite = false;
     int64_t i = 0;
     while (i + V::kWidth <= n) {
       VectorFixed sum;
@@ -252,7 +257,7 @@ struct Loops {
           float lane[V::kWidth];
           V::store(lane, p);
           for (int j = 0; j < V::kWidth; ++j)
-            if (V::test(wide, j)) add_wide(lane[j], words);
+            if (V::test(wide, j)) add_wide(lane[j], words, infinite);
           p = V::select(wide, zero, p);
         }
         sum.template add<kLogitShift>(p);
@@ -266,10 +271,11 @@ struct Loops {
       if (from_bits(dce::bits(p) & 0x7FFFFFFFu) < kLogitLimit) {
         add_fixed<kLogitShift>(rest, p);
       } else {
-        add_wide(p, words);
+        add_wide(p, words, infinite);
       }
     }
     add(total(rest));
+    if (infinite) words[kLogitWords - 1] += kInfiniteLogit;  // once, however many: there is room for 2^15
   }
 
   template <class T>

@@ -29,9 +29,11 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   extern __shared__ __align__(128) unsigned char shared[];
   constexpr int kLanes = kVector<T>;
   constexpr bool kOptions = kFeatures != kPlain, kExtras = kFeatures == kAll;
-  Control& control = *reinterpret_cast<Control*>(shared + control_begin<T, kFeatures>());
-  Mail* const cluster_mail = reinterpret_cast<Mail*>(shared + control_begin<T, kFeatures>() + control_bytes(rows.slots));
-  unsigned char* const ring = shared + overhead_bytes<T, kFeatures>(rows.mail == nullptr ? rows.group : 0, rows.slots);
+  Control& control = *reinterpret_cast<Control*>(shared + table_bytes<T>());
+  Mail* const cluster_mail = reinterpret_cast<Mail*>(shared + table_bytes<T>() + control_bytes(rows.slots));
+  const int cluster = rows.mail == nullptr ? rows.group : 0;
+  const bool has_slopes = kExtras && extras.options.map.cap != 0.0f;
+  unsigned char* const ring = shared + overhead_bytes<T>(cluster, rows.slots, has_slopes);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const uint32_t rank = blockIdx.x;  // in the group
   const int64_t groups = gridDim.y, first_row = blockIdx.y;
@@ -40,7 +42,8 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
   if constexpr (TermTable<T>::kExists) {
     table.filled = rows.logits.rows >= kTableRows * groups;
     if (table.filled && kExtras) {
-      TermTable<T>::fill(shared, shared + table_bytes<T>(), extras.options.map, threadIdx.x, kFusedThreads);
+      if (has_slopes) table.slopes = shared + slopes_begin<T>(cluster, rows.slots);
+      TermTable<T>::fill(shared, table.slopes, extras.options.map, threadIdx.x, kFusedThreads);
     } else if (table.filled) {
       TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
     }
@@ -290,16 +293,17 @@ const Device& device_of(int index) {
 
 // False if the layout or the device is not one for this kernel.
 template <class T, bool kGrad, Features kFeatures>
-bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t grad_stride, Plan& plan) {
+bool make_plan(const Logits& logits, const RowOptions& options, const void* grad, int64_t grad_stride, Plan& plan) {
   constexpr int kLanes = kVector<T>;
   const int64_t vectors = (logits.columns + kLanes - 1) / kLanes;
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % kVectorBytes == 0; };
-  if (vectors * kLanes > logits.columns + padding || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
+  if (vectors * kLanes > logits.columns + options.padding || logits.row_stride % kLanes != 0 || grad_stride % kLanes != 0 || !aligned(logits.data) || !aligned(grad)) return false;
   int index = 0;
   check(cudaGetDevice(&index), "cudaGetDevice");
   const Device& device = device_of<T, kGrad, kFeatures>(index);
   // short rows go stage by stage, unless they are few: then it is the launches that take the time
   if (logits.columns * static_cast<int64_t>(sizeof(T)) < kFusedPolicy.least_row_bytes && logits.rows > device.processors) return false;
+  const bool has_slopes = options.map.cap != 0.0f;
   int64_t best = 0;
   for (const bool cluster : {true, false}) {
     const int64_t row_cost = cluster ? kFusedPolicy.row_cost_bytes : sizeof(T) == 2 ? kFusedPolicy.global_row_cost_bytes : kFusedPolicy.global_row_cost_bytes_fp32;
@@ -307,14 +311,14 @@ bool make_plan(const Logits& logits, int64_t padding, const void* grad, int64_t 
       const int64_t slice = ((vectors + group - 1) / group) * kLanes;
       const int64_t slot_bytes = slice * static_cast<int64_t>(sizeof(T));
       int slots = kMaxSlots;
-      while (slots > 0 && overhead_bytes<T, kFeatures>(cluster ? group : 0, slots) + slots * slot_bytes > device.shared_bytes) --slots;
+      while (slots > 0 && overhead_bytes<T>(cluster ? group : 0, slots, has_slopes) + slots * slot_bytes > device.shared_bytes) --slots;
       if (slots < kFusedPolicy.least_slots || (group > 1 && slot_bytes < kFusedPolicy.least_slice_bytes)) continue;
       const int64_t most = cluster ? device.clusters[group] : device.processors / group, groups = most < logits.rows ? most : logits.rows;
       // busy processors, times the part of their work that is columns and not a row's own cost
       const int64_t worth = groups * group * slot_bytes * 1024 / (slot_bytes + row_cost);
       if (worth <= best) continue;
       best = worth;
-      plan = {cluster, group, static_cast<int>(groups), slots, static_cast<int>(slice), static_cast<size_t>(overhead_bytes<T, kFeatures>(cluster ? group : 0, slots) + slots * slot_bytes)};
+      plan = {cluster, group, static_cast<int>(groups), slots, static_cast<int>(slice), static_cast<size_t>(overhead_bytes<T>(cluster ? group : 0, slots, has_slopes) + slots * slot_bytes)};
     }
   }
   return best > 0;
@@ -324,7 +328,7 @@ template <class T, bool kGrad, Features kFeatures>
 bool launch(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad,
             int64_t grad_stride, Context context) {
   Plan plan;
-  if (!make_plan<T, kGrad, kFeatures>(logits, options.padding, grad, grad_stride, plan)) return false;
+  if (!make_plan<T, kGrad, kFeatures>(logits, options, grad, grad_stride, plan)) return false;
   Mail* const mail = plan.cluster ? nullptr : reinterpret_cast<Mail*>(scratch.zeros + kMailAt);
   const Rows rows = {logits, targets, total.divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, out.status, grad, mail, plan.group, plan.slots, plan.slice,
                      TermTable<__nv_bfloat16>::kMinusFirst};
@@ -337,9 +341,11 @@ bool launch(const Logits& logits, const Targets& targets, const RowOptions& opti
     return false;
   }
   check(launched, "cross_entropy");
-  const int64_t most = processors(), rows_a_block = (logits.rows + most - 1) / most;
+  // a block's words lie where the mail was
+  static_assert(kSettleResident * kSumWords * sizeof(int64_t) <= kMailboxes * sizeof(Mail), "room for the words of the blocks of each processor");
+  const int64_t most = static_cast<int64_t>(kSettleResident) * processors(), rows_a_block = (logits.rows + most - 1) / most;
   const unsigned blocks = static_cast<unsigned>((logits.rows + rows_a_block - 1) / rows_a_block);
-  settle_kernel<T, kGrad, kFeatures == kAll><<<blocks, kSettleThreads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, total);
+  settle_kernel<T, kGrad, kFeatures == kAll><<<blocks, kSettleThreads, 0, stream_of(context)>>>(rows, extras, out, rows_a_block, scratch.zeros, scratch.zeros + kMailAt, total);
   check(cudaGetLastError(), "cross_entropy");
   return true;
 }

@@ -72,15 +72,17 @@ struct RowExtras {
 };
 constexpr int32_t kRedo = 1 << 30;
 
-// Shared memory: the table, first so that its address is a constant, with kAll two; Control; the mail within a cluster; the ring.
+// Shared memory: the table, first so that its address is a constant; Control; the mail within a cluster; under a cap the table of slopes; the ring.
 template <class T>
 __host__ __device__ constexpr int64_t table_bytes() { return (TermTable<T>::kBytes + 15) / 16 * 16; }
-template <class T, Features kFeatures>
-__host__ __device__ constexpr int64_t control_begin() { return table_bytes<T>() * (kFeatures == kAll ? 2 : 1); }
 __host__ __device__ constexpr int64_t control_bytes(int slots) { return (sizeof(Control) + (slots - 1) * sizeof(SlotControl) + 15) / 16 * 16; }
-template <class T, Features kFeatures>
-__host__ __device__ constexpr int64_t overhead_bytes(int cluster, int slots) {
-  return (control_begin<T, kFeatures>() + control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
+template <class T>
+__host__ __device__ constexpr int64_t slopes_begin(int cluster, int slots) {
+  return (table_bytes<T>() + control_bytes(slots) + kMailboxes * cluster * static_cast<int64_t>(sizeof(Mail)) + 127) / 128 * 128;
+}
+template <class T>
+__host__ __device__ constexpr int64_t overhead_bytes(int cluster, int slots, bool slopes) {
+  return slopes_begin<T>(cluster, slots) + (slopes ? (table_bytes<T>() + 127) / 128 * 128 : 0);
 }
 
 // A slot, and whether it is used for an even or an odd time: the phase of its barriers.

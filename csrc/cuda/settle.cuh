@@ -80,16 +80,17 @@ __device__ float settle_row(const Rows& rows, const RowExtras& extras, int64_t r
   return result.loss;
 }
 
-// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. One block a processor, for they all add to the same words.
-constexpr int kSettleThreads = 512;
+// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. Few blocks, for all add to the same words; as many rows a block as that takes.
+constexpr int kSettleThreads = 256, kSettleResident = 2;  // blocks a processor
 template <class T, bool kGrad, bool kExtras>
-__global__ void __launch_bounds__(kSettleThreads, 1)
-    settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t rows_a_block, int64_t* batch_words, const Total total) {
+__global__ void __launch_bounds__(kSettleThreads, kSettleResident)
+    settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t rows_a_block, int64_t* batch_words, int64_t* parts, const Total total) {
   constexpr int kThreads = kSettleThreads, kWarps = kThreads / kWarp;
   __shared__ SumScratch<kThreads> scratch;
   __shared__ RowScale shared_scale;
   __shared__ float losses[kThreads];
   __shared__ int64_t block_words[kSumWords];
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int64_t first = blockIdx.x * rows_a_block, end = first + rows_a_block < rows.logits.rows ? first + rows_a_block : rows.logits.rows;
   if (threadIdx.x < kSumWords) block_words[threadIdx.x] = 0;
   for (int64_t part = first; part < end; part += kThreads) {
@@ -100,16 +101,21 @@ __global__ void __launch_bounds__(kSettleThreads, 1)
       __syncthreads();
     }
     // few rows in each of the warps rather than all in one: lanes go different ways
-    const int64_t row = part + threadIdx.x % kWarp * kWarps + threadIdx.x / kWarp;
+    const int64_t row = part + lane * kWarps + warp;
     if (row < end) losses[row - part] = settle_row<T, kExtras>(rows, extras, row, out);
+    if (total.out == nullptr) continue;
     __syncthreads();
-    // a thread a word, for an atomic addition of 64 bits in shared memory is a loop
-    if (total.out != nullptr && threadIdx.x < kSumWords)
-      for (int i = 0; i < kThreads && part + i < end; ++i) block_words[threadIdx.x] += word_of_loss(losses[i], threadIdx.x);
+    const int count = end - part < kThreads ? static_cast<int>(end - part) : kThreads;
+    for (int word = warp; word < kSumWords; word += kWarps) {  // a warp a word, for an atomic addition of 64 bits in shared memory is a loop
+      int64_t sum = 0;
+      for (int i = lane; i < count; i += kWarp) sum += word_of_loss(losses[i], word);
+      sum = static_cast<int64_t>(warp_sum(static_cast<uint64_t>(sum)));
+      if (lane == 0) block_words[word] += sum;
+    }
   }
   if (total.out == nullptr) return;
   __syncthreads();
-  add_to_batch(block_words, batch_words, total);
+  add_parts_to_batch<kThreads>(block_words, parts, batch_words, total);
 }
 
 }  // namespace cuda

@@ -234,7 +234,7 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
   if (TermTable<T>::kExists && share.tabled && table_has_it && term(share.finite, row_magic).z >= kMagic - kGradDepth + static_cast<float>(map.above()) && scalable) {
     if constexpr (TermTable<T>::kExists) {
       TermTable<T> values = table;
-      if (has_cap) values.entries += table_bytes<T>();
+      if (has_cap) values.entries = table.slopes;
       const float scale = from_bits(bits(message.scale.scale) - (static_cast<uint32_t>(message.n_max) << 23));
       const auto power = [&](int k) { return from_bits(static_cast<uint32_t>(127 + k) << 23); };
       const float to_high = power(kFixedHigh - message.n_max), from_high = power(message.n_max - kFixedHigh), to_low = power(kFixedBits - message.n_max);

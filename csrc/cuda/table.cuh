@@ -27,6 +27,7 @@ struct TermTable<__nv_bfloat16> {
   static_assert(kLast < kNegative && kBytes <= 1 << 16, "byte offsets of 16 bits");
 
   const unsigned char* entries;
+  unsigned char* slopes = nullptr;  // under a cap
   bool filled;
   uint32_t minus_first;  // kMinusFirst, opaque to the compiler, which would load it anew for each use
 
@@ -37,12 +38,12 @@ struct TermTable<__nv_bfloat16> {
     for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads)
       static_cast<float*>(entries)[i] = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(logit(i)));
   }
-  // Of mapped logits y: e^y, and in a second table that times the slope, rounded, for the gradient (SPEC 12). Garbage where |y| is not below kLimit.
+  // Of mapped logits y: e^y, and under a cap in a second table that times the slope, rounded, for the gradient (SPEC 12). Garbage where |y| is not below kLimit.
   static __device__ __forceinline__ void fill(void* entries, void* slopes, const LogitMap& map, int thread, int threads) {
     for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads) {
       const float y = mapped(map, logit(i)), v = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(y));
       static_cast<float*>(entries)[i] = v;
-      static_cast<float*>(slopes)[i] = mul32(v, slope_at(map, y));
+      if (slopes != nullptr) static_cast<float*>(slopes)[i] = mul32(v, slope_at(map, y));
     }
   }
 

@@ -192,7 +192,7 @@ class Finding(NamedTuple):
 def find_wrong_row(words, status, target, ignore_index):
     """A Finding, or None, from summed words and the row status. Waits for the device."""
     rows = target.numel()
-    digits, agreement = words[: check.WORDS * rows].view(rows, check.WORDS), words[(check.WORDS + 1) * rows :]
+    digits, agreement = words[: check.WORDS * rows].view(rows, check.WORDS), words[(check.WORDS + 1) * rows : (check.WORDS + 2) * rows]
     wrong = (status & check.WRONG | agreement.ne(0)).nonzero()
     if wrong.numel() == 0:
         return None
