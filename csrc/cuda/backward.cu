@@ -26,9 +26,13 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
     if (ignored || !is_finite(f.scale)) {
       fill_stretch<T, kBackwardPolicy.threads>(piece.length, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
     } else {
-      const int64_t first = shard.start + shard.lo + piece.begin;
-      const ColumnOptions here = {options.on, options.map, kColumns && options.weights != nullptr ? options.weights + first : nullptr};
-      gradient_stretch<T, kColumns, kBackwardPolicy.threads, kColumns ? 1 : kBackwardPolicy.unroll>(row, row_max[piece.row], f, here, target - first, to);
+      const int64_t own = target - shard.start - shard.lo - piece.begin;
+      if constexpr (kColumns) {
+        const ColumnOptions here = {true, options.map, options.weights != nullptr ? options.weights + (target - own) : nullptr};
+        gradient_stretch<T, true, kBackwardPolicy.threads, 1>(row, row_max[piece.row], f, here, own, to);
+      } else {
+        gradient_stretch<T, false, kBackwardPolicy.threads, kBackwardPolicy.unroll>(row, row_max[piece.row], f, options, own, to);
+      }
     }
     __syncthreads();
   }

@@ -233,12 +233,10 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
   const bool scalable = scale_exponent > 0 && shifted_exponent > 0 && shifted_exponent < 255 && (!kStats || (message.n_max > -80 && message.n_max < 80));
   if (TermTable<T>::kExists && share.tabled && table_has_it && term(share.finite, row_magic).z >= kMagic - kGradDepth + static_cast<float>(map.above()) && scalable) {
     if constexpr (TermTable<T>::kExists) {
-      TermTable<T> values = table;
-      if (has_cap) values.entries = table.slopes;
       const float scale = from_bits(bits(message.scale.scale) - (static_cast<uint32_t>(message.n_max) << 23));
       const auto power = [&](int k) { return from_bits(static_cast<uint32_t>(127 + k) << 23); };
       const float to_high = power(kFixedHigh - message.n_max), from_high = power(message.n_max - kFixedHigh), to_low = power(kFixedBits - message.n_max);
-      const auto write = [&](auto tabled) {
+      const auto write = [&](auto tabled, const TermTable<T>& values) {
         constexpr int kTabled = decltype(tabled)::value;
 #pragma unroll 2
         for (int i = first; i < vectors; i += kStride) {
@@ -263,10 +261,14 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
           store(v, i);
         }
       };
-      if (share.finite == share.low && !has_cap && !kStats) {
-        write(Constant<kTabledLanes>());
+      if (kExtras && has_cap) {
+        TermTable<T> slopes = table;
+        slopes.entries = table.slopes;
+        write(Constant<kLanes>(), slopes);
+      } else if (share.finite == share.low && !kStats) {
+        write(Constant<kTabledLanes>(), table);
       } else {
-        write(Constant<kLanes>());
+        write(Constant<kLanes>(), table);
       }
     }
   } else if (has_cap) {
