@@ -228,6 +228,44 @@ def check_options(dce, make_case, cases, seed):
     return different
 
 
+def check_corners(dce):
+    """Batches that random ones miss: zeros in a table of scaled logits, a cap that falls across a border of exponents, a mean over nothing, many wide logits."""
+    different = []
+
+    def compare(name, x, **kw):
+        t = torch.arange(len(x)) % x.shape[1]
+        seen = []
+        for device in ("cpu", "cuda"):
+            leaf = x.to(device).requires_grad_()
+            own = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kw.items()}
+            losses, lse, stats = dce.cross_entropy(leaf.detach(), t.to(device), "none", return_lse=True, return_stats=True, **{k: v for k, v in own.items() if k != "num_items"})
+            loss = dce.cross_entropy(leaf, t.to(device), validate=False, **own)
+            (grad,) = torch.autograd.grad(loss, leaf)
+            seen.append([dce.digest(y) for y in (losses, lse, *stats, loss.detach(), grad)])
+        if seen[0] != seen[1]:
+            different.append(f"{name}: {[i for i, (a, b) in enumerate(zip(*seen)) if a != b]}")
+
+    tiny = torch.zeros(700, 32000)
+    tiny[:, 0] = 2.0**-18
+    tiny[:, 1::3] = 2.0**-26
+    for scale in (1.5, 20.0, 100.0, 2.0**20):
+        for dtype in (torch.bfloat16, torch.float32):
+            compare(f"scale {scale} {dtype}", tiny.to(dtype), logit_scale=scale)
+    compare("scale and smoothing", tiny.bfloat16(), logit_scale=1.5, label_smoothing=0.1)
+    for cap, low, high in ((0x1.69EB1Ap1, -0x1.64AF56p-2, -0x1.64AF54p-2), (0x1.74F6B8p7, 0x1.5EF4AEp4, 0x1.5EF4Bp4), (0x1.19BFEAp23, 0x1.011BFEp20, 0x1.011Cp20)):
+        for columns in (65536, 262144):
+            x = torch.full((140, columns), low)
+            x[:, 0] = high
+            compare(f"cap {cap} {columns}", x, softcap=cap)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        compare(f"no items {dtype}", torch.randn(700, 32000, dtype=torch.float32).to(dtype), num_items=0)
+    wide = torch.full((150, 128256), torch.finfo(torch.float32).min)
+    wide[:, ::7] = 1.0
+    compare("wide", wide, label_smoothing=0.1)
+    compare("wide, weighted", wide, label_smoothing=0.1, weight=torch.linspace(0.5, 1.5, 128256))
+    return different
+
+
 def time_options(dce):
     """Milliseconds of a training step with each option, beside the plain one."""
     table = {}
@@ -520,6 +558,7 @@ def main():
     record("random cases with options against the CPU", check_options(dce, random_case, args.cases, args.seed), None)
     record("random batches with options against the CPU", check_options(dce, batches, args.batches, args.seed), None)
     record("graph with options", check_graph(dce, 200, 128256, torch.bfloat16, z_loss=1e-4, weight=torch.rand(128256, device="cuda"), valid_vocab=128256, num_items=torch.tensor(150, device="cuda")))
+    record("corners", check_corners(dce))
     record("compile", check_compile(dce))
     record("bad targets", check_bad_targets(dce))
     record("sums of squares", check_squares(dce, 2 * args.cases, args.seed))

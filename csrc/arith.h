@@ -111,6 +111,8 @@ DCE_FN Term term(float x, float magic = kMagic) {
 }
 DCE_FN int32_t term_exponent(Term e) { return static_cast<int32_t>(bits(e.z) - kMagicBits); }     // n in (-2^22, 2^21)
 DCE_FN uint32_t term_significand(Term e) { return bits(e.t) - kOffsetBits; }                      // P in (2^22, 2^24)
+// P 2^-23 2^(n - anchor), of a term counted from `anchor`: the low bits of z are n - anchor, and those of kMagicBits are zero, so that shifted by 23 they move the exponent.
+DCE_FN float term_ratio(Term e) { return from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23)); }
 
 // ---- fp64 functions of a row (SPEC 5)
 

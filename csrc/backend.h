@@ -124,6 +124,8 @@ struct Upstream {
                     Context);                                                                                                        \
   void stat_digits(const Logits&, const Targets&, const float* row_max, const Shard&, const LogitMap&, int64_t* stat_words,          \
                    Context);                                                                                                         \
+  /* G(M, hi) - G(M, lo), salted */                                                                                                  \
+  void shard_tags(const float* row_max, int64_t rows, const Shard&, uint64_t salt, int64_t* tags, Context);                          \
   /* above -inf, +inf if there is none */                                                                                            \
   void row_least(const Logits&, const Targets& ignored, const Shard&, float* out, Context);                                          \
   /* those of targets that the shard has, 0 for others */                                                                            \

@@ -1,7 +1,7 @@
 // The eight int64 words of a row: six digits of the exact sum and two check words (docs/SPEC.md section 4).
 #pragma once
 
-#include "arith.h"
+#include "logit.h"
 
 namespace dce {
 
@@ -40,7 +40,7 @@ DCE_FN void add_shifted(int64_t* digits, uint128 v, int shift) {
 }
 
 // A sum of up to 2^14 terms, on its way to digits: `near` and `far` are sums of windows of 32 octaves, each below 2^69, far 32 octaves lower. In radix 2^32,
-// near * 2^low if far is 0, with 0 <= low <= 128, else (near * 2^32 + far) * 2^low, with 0 <= low <= 96: below 2^(32 * 7).
+// near * 2^low if far is 0, with 0 <= low <= 130, else (near * 2^32 + far) * 2^low, with 0 <= low <= 98: below 2^(32 * 7).
 constexpr int kWindowWords = 7;
 DCE_FN void window_words(uint128 near, uint128 far, int low, uint32_t (&word)[kWindowWords]) {
   const uint128 sum = far != 0 ? (near << 32) + far : near;  // < 2^102
@@ -77,12 +77,13 @@ DCE_FN uint64_t mix64(uint64_t k) {
   k ^= k >> 31;
   return k;
 }
-// G(M, v) in [0, 2^40): v is a global column boundary, 0 <= v < 2^31.
-DCE_FN int64_t boundary_tag(float row_max, int64_t v) {
-  return static_cast<int64_t>(mix64((static_cast<uint64_t>(bits(row_max)) << 32) + static_cast<uint64_t>(v)) >> 24);
+// G(M, v) in [0, 2^40): v is a global column boundary, 0 <= v < 2^31. salt: of what else the shards must have in common; 0 for the digits of unmapped logits.
+DCE_FN int64_t boundary_tag(float row_max, int64_t v, uint64_t salt) {
+  return static_cast<int64_t>(mix64((static_cast<uint64_t>(bits(row_max)) << 32) + static_cast<uint64_t>(v) + salt) >> 24);
 }
-DCE_FN int64_t shard_tag(float row_max, int64_t lo, int64_t hi) {
-  return boundary_tag(row_max, hi) - boundary_tag(row_max, lo);
+DCE_FN int64_t shard_tag(float row_max, int64_t lo, int64_t hi, uint64_t salt) {
+  return boundary_tag(row_max, hi, salt) - boundary_tag(row_max, lo, salt);
 }
+DCE_FN uint64_t map_salt(const LogitMap& m) { return is_identity(m) ? 0 : mix64(static_cast<uint64_t>(bits(m.scale)) << 32 | bits(m.cap)); }
 
 }  // namespace dce

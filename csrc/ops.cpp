@@ -5,8 +5,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
-#include <vector>
-
+#include "cpu/rounding.h"
 #include "ranks.h"
 #include "squares.h"
 
@@ -113,6 +112,7 @@ LogitMap map_of(double logit_scale, double softcap) {
   const auto fits = [](double x) { return x >= 0x1p-60 && x <= 0x1p+60; };
   STD_TORCH_CHECK(fits(logit_scale), "logit_scale: expected 2^-60 to 2^60, got ", logit_scale);
   STD_TORCH_CHECK(softcap == 0.0 || fits(softcap), "softcap: expected 2^-60 to 2^60, or 0 for none, got ", softcap);
+  const cpu::DefaultRounding rounding;
   return make_map(static_cast<float>(logit_scale), static_cast<float>(softcap));
 }
 double smoothing_of(double label_smoothing) {
@@ -204,6 +204,16 @@ Tensor rowleast(const Tensor& logits, int64_t v_lo, int64_t v_hi) {
   Tensor out = empty(logits, {x.rows}, ScalarType::Float);
   if (x.rows > 0) DCE_CALL(logits, row_least, x, kNoTargets, shard(x, v_lo, v_hi, 0), out.mutable_data_ptr<float>());
   return out;
+}
+
+Tensor shard_tags(const Tensor& rowmax, int64_t lo, int64_t hi, int64_t kind, double logit_scale, double softcap) {
+  const int64_t rows = rowmax.size(0);
+  const float* max = float_rows(rowmax, "global_rowmax", rowmax, rows);
+  STD_TORCH_CHECK(0 <= lo && lo <= hi && hi < (int64_t{1} << 31), "lo, hi: expected 0 <= lo <= hi < 2^31, got ", lo, ", ", hi);
+  Tensor tags = empty(rowmax, {rows}, ScalarType::Long);
+  const uint64_t salt = mix64(map_salt(map_of(logit_scale, softcap)) + static_cast<uint64_t>(kind));
+  if (rows > 0) DCE_CALL(rowmax, shard_tags, max, rows, Shard{lo, hi, 0}, salt, tags.mutable_data_ptr<int64_t>());
+  return tags;
 }
 
 Tensor target_logits(const Tensor& logits, const Tensor& targets, int64_t ignore_index) {
@@ -455,14 +465,21 @@ namespace {
 RowOptions options_of(const Tensor& logits, double z_loss, const std::optional<Tensor>& weight, double label_smoothing, double logit_scale, double softcap) {
   return {true, z_loss, view_weights(weight, logits), 0, smoothing_of(label_smoothing), nullptr, map_of(logit_scale, softcap)};
 }
-// A statistic of the rows; without statistics, nothing.
-Tensor stat_of(const Batch& b, const Tensor& logits, Tensor StatTensors::*which, ScalarType dtype) { return b.stats ? (*b.stats).*which : empty(logits, {0}, dtype); }
-std::vector<Tensor> with_options(const Batch& b, const Tensor& logits, const Tensor& out) {
-  return {out,          b.max,         b.rows.denom,
-          b.rows.state, b.sums,        b.rows.status,
-          *b.rows.lse,  *b.rows.z_loss, stat_of(b, logits, &StatTensors::logprob, ScalarType::Float),
-          stat_of(b, logits, &StatTensors::entropy, ScalarType::Float), stat_of(b, logits, &StatTensors::max_abs, ScalarType::Float),
-          stat_of(b, logits, &StatTensors::hit, ScalarType::Bool)};
+// The statistics of the rows come last; without them, tensors of nothing.
+WithOptions with_options(const Batch& b, const Tensor& logits, const Tensor& out) {
+  const auto stat = [&](Tensor StatTensors::*which, ScalarType dtype) { return b.stats ? (*b.stats).*which : empty(logits, {0}, dtype); };
+  return {out,
+          b.max,
+          b.rows.denom,
+          b.rows.state,
+          b.sums,
+          b.rows.status,
+          *b.rows.lse,
+          *b.rows.z_loss,
+          stat(&StatTensors::logprob, ScalarType::Float),
+          stat(&StatTensors::entropy, ScalarType::Float),
+          stat(&StatTensors::max_abs, ScalarType::Float),
+          stat(&StatTensors::hit, ScalarType::Bool)};
 }
 
 }  // namespace
@@ -470,8 +487,7 @@ std::vector<Tensor> with_options(const Batch& b, const Tensor& logits, const Ten
 WithOptions cross_entropy_with_options(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index, double z_loss, const std::optional<Tensor>& weight,
                                        const std::optional<Tensor>& num_items, int64_t valid_vocab, double label_smoothing, double logit_scale, double softcap, bool stats) {
   const Batch b(logits, targets, reduction, ignore_index, options_of(logits, z_loss, weight, label_smoothing, logit_scale, softcap), num_items, valid_vocab, stats);
-  const std::vector<Tensor> o = with_options(b, logits, b.run(logits));
-  return {o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7], o[8], o[9], o[10], o[11]};
+  return with_options(b, logits, b.run(logits));
 }
 
 WithOptionsAndGrad cross_entropy_grad_with_options(const Tensor& logits, const Tensor& targets, int64_t reduction, int64_t ignore_index, double z_loss,
@@ -480,8 +496,7 @@ WithOptionsAndGrad cross_entropy_grad_with_options(const Tensor& logits, const T
   STD_TORCH_CHECK(reduction != kNone, "reduction: expected 1 or 2, got 0");
   const Batch b(logits, targets, reduction, ignore_index, options_of(logits, z_loss, weight, label_smoothing, logit_scale, softcap), num_items, valid_vocab, stats);
   const Tensor grad = empty(logits, {b.x.rows, logits.size(1)}, logits.scalar_type());
-  const std::vector<Tensor> o = with_options(b, logits, b.run(logits, grad.mutable_data_ptr(), logits.size(1)));
-  return {o[0], o[1], o[2], o[3], o[4], o[5], o[6], o[7], o[8], o[9], o[10], o[11], grad};
+  return std::tuple_cat(with_options(b, logits, b.run(logits, grad.mutable_data_ptr(), logits.size(1))), std::make_tuple(grad));
 }
 
 void rescale_grad(Tensor grad, const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& state, const std::optional<Tensor>& sums,

@@ -23,6 +23,8 @@ Tensor stat_digits(const Tensor& logits, const Tensor& targets, const Tensor& ro
                    double softcap);
 // The least logit above -inf of each row, +inf if there is none.
 Tensor rowleast(const Tensor& logits, int64_t v_lo, int64_t v_hi);
+// int64 [N]: what tags of shards [lo, hi) of kind `kind` (1: sums of logits, 2: statistics) add up to
+Tensor shard_tags(const Tensor& rowmax, int64_t lo, int64_t hi, int64_t kind, double logit_scale, double softcap);
 // float32 [N], 0 where a target is no column
 Tensor target_logits(const Tensor& logits, const Tensor& targets, int64_t ignore_index);
 // loss, denom, state, status; target_logits float32 [N]; columns: the vocabulary's, or -1: what the digits say

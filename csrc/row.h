@@ -120,6 +120,13 @@ DCE_FN double row_loss(const RowSums& r, float x_target) {
   return log_sum(r, -add64(static_cast<double>(x_target), -static_cast<double>(r.frame.shift)));
 }
 
+// That of a target whose logit is the maximum (as mapped), of digits that are those of a row: log of the sum of e^(x - max), with nothing lost where it is small.
+DCE_FN double max_loss(const int64_t* digits, float max) {
+  RowSums sums;
+  row_sums(digits, max, true, max, sums);
+  return row_loss(sums, max);
+}
+
 DCE_FN float row_denom(const RowSums& r, float row_max) {
   const double e = exp_reduced(add32(row_max, -r.frame.shift), r.frame.n_max);
   return static_cast<float>(mul64(div(r.s.m, e), pow2(r.s.k - r.frame.n_max)));
@@ -148,8 +155,9 @@ DCE_FN double rounded(uint64_t l0, uint64_t l1, uint64_t l2) {
   const double v = mul64(s.m, pow2(s.k));
   return negative ? -v : v;
 }
-// The mean over all classes of a row's losses. words: its sum of logits over all shards; loss, x_target: of the target, shifted.
-DCE_FN double mean_loss(const RowOptions& o, const RowSums& r, const int64_t* words, double loss, float x_target, int64_t columns) {
+// The mean over all classes of a row's losses. words: its sum of logits over all shards; loss, x_target: of the target, shifted; loss_of_max: that of a target whose logit is the maximum,
+// looked at where there are weights.
+DCE_FN double mean_loss(const RowOptions& o, const RowSums& r, const int64_t* words, double loss, float x_target, double loss_of_max, int64_t columns) {
   int64_t w[kLogitWords];
   for (int i = 0; i < kLogitWords; ++i) w[i] = words[i];
   carry_logit_words(w);
@@ -160,7 +168,7 @@ DCE_FN double mean_loss(const RowOptions& o, const RowSums& r, const int64_t* wo
   const uint64_t w0 = static_cast<uint64_t>(w[0]), w1 = static_cast<uint64_t>(w[1]), w2 = static_cast<uint64_t>(w[2]), w3 = static_cast<uint64_t>(w[3]);
   const double b = mul64(rounded(w0 | w1 << 48, w1 >> 16 | w2 << 32, w2 >> 32 | w3 << 16), 0x1p-31);
   // by the target's loss, which is good to its last bit where it is small, but not where it is so large that all would cancel
-  const double sum = r.kept ? fma64(all, loss, fma64(all, static_cast<double>(x_target), -b)) : fma64(all, log_sum(r, 0.0), -b);
+  const double sum = o.weight_words != nullptr ? fma64(all, loss_of_max, -b) : r.kept ? fma64(all, loss, fma64(all, static_cast<double>(x_target), -b)) : fma64(all, log_sum(r, 0.0), -b);
   return div(sum, static_cast<double>(columns));
 }
 
@@ -244,7 +252,8 @@ DCE_FN RowResult finish_row(const int64_t* digits, const int64_t* logit_words, f
   const double weight = static_cast<double>(weight_of(options.weights, target));
   double weighted = mul64(weight, loss);
   if (options.smoothing != 0.0) {
-    const double mean = mean_loss(options, sums, logit_words, loss, add32(y_target, -sums.frame.shift), columns);
+    const double loss_of_max = options.weight_words != nullptr ? max_loss(digits, max) : 0.0;
+    const double mean = mean_loss(options, sums, logit_words, loss, add32(y_target, -sums.frame.shift), loss_of_max, columns);
     weighted = fma64(options.smoothing, mean, mul64(add64(1.0, -options.smoothing), weighted));
     out.constant = constant_of(options, columns);
   }
@@ -268,7 +277,7 @@ DCE_FN RowResult finalize_row(const int64_t* words, const int64_t* logit_words, 
   } else if (words[kColumnsWord] != columns) {
     status |= kBadColumns;
   }
-  if (words[kTagWord] != shard_tag(row_max, 0, columns)) status |= kBadCover;
+  if (words[kTagWord] != shard_tag(row_max, 0, columns, map_salt(options.map))) status |= kBadCover;
   if (status & ~kBadTarget) return nan_row(status);
 
   // no row sums to less than its maximum's own term: the given maximum is above every logit
@@ -318,11 +327,9 @@ DCE_FN void write_stats(const StatOutputs& out, int64_t row, const int64_t* digi
   const int64_t before = before_of(words[1]), high = words[1] - before * kBefore;
   const double sum = rounded(static_cast<uint64_t>(words[0]) | static_cast<uint64_t>(high) << 40, static_cast<uint64_t>(high >> 24), static_cast<uint64_t>(high >> 63));
   const float max = mapped(map, row_max);
-  RowSums sums;
-  row_sums(digits, max, true, max, sums);
-  out.entropy[row] = static_cast<float>(add64(row_loss(sums, max), mul64(mul64(sum, 0x1p-43), r.inv)));
+  out.entropy[row] = static_cast<float>(add64(max_loss(digits, max), mul64(mul64(sum, 0x1p-43), r.inv)));
   const float top = from_bits(bits(max) & 0x7FFFFFFFu), low = from_bits(bits(mapped(map, least)) & 0x7FFFFFFFu);
-  out.max_abs[row] = top > low ? top : low;
+  out.max_abs[row] = canonical(static_cast<double>(top > low ? top : low));
   out.hit[row] = !(r.status & kBadTarget) && x_target == row_max && before == 0;
 }
 
@@ -340,6 +347,7 @@ struct RowScale {
   float target;    // the gradient at the target itself
   float constant;  // with smoothing, what every other column gets besides; else -0, which adds nothing to any product, not even to its sign
 };
+DCE_FN bool is_finite(const RowScale& f) { return is_finite(f.scale) && is_finite(f.constant); }
 // 1 for every row.
 DCE_FN Upstream upstream_one(const int64_t* sums, Divisor divisor) { return {nullptr, 0, divisor == Divisor::kOne ? nullptr : sums, divisor, nullptr, 0}; }
 // grad: the row's upstream gradient; count: for a mean, points to the number of rows counted, else null.

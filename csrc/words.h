@@ -47,7 +47,7 @@ constexpr int64_t kInfiniteLogit = int64_t{1} << 47;  // in word 3, beside the r
 // z, a sum in units of 2^-31 with |z| < 2^62, as what it adds to words 0 and 1.
 DCE_FN int64_t low_word(int64_t z) { return z & ((int64_t{1} << kLogitRadix) - 1); }
 DCE_FN int64_t high_word(int64_t z) { return z >> kLogitRadix; }  // floor
-// A finite p that FixedSum does not take, at least 2^12, as what it adds to words `at` and `at` + 1.
+// A finite p that FixedSum does not take, at least 2^12, as what it adds to words `at` and `at` + 1: 2^14 of them at most before a carry.
 struct WideLogit {
   int at;         // 0..2
   int64_t low;    // |low| < 2^48
@@ -60,8 +60,8 @@ DCE_FN WideLogit wide_logit(float p) {
   const int64_t low = static_cast<int64_t>(v) & ((int64_t{1} << kLogitRadix) - 1), high = static_cast<int64_t>(v >> kLogitRadix);
   return b >> 31 ? WideLogit{shift / kLogitRadix, -low, -high} : WideLogit{shift / kLogitRadix, low, high};
 }
-// p of a column: its shifted logit, times its class's weight if there are weights.
-DCE_FN float weighted_logit(float x, float weight) { return weight == 0.0f ? 0.0f : mul32(x, weight); }
+// p of a column where there are weights: how far its logit lies from the row's maximum, times its class's weight. So no common offset of the logits is in the product.
+DCE_FN float weighted_logit(float x, float max, float weight) { return weight == 0.0f ? 0.0f : mul32(add32(x, -max), weight); }
 // One shard's words from sums of words of its pieces, fewer than 2^15, in each of which infinite p count once.
 DCE_FN void carry_logit_words(int64_t* words) {
   for (int i = 0; i < kLogitWords - 1; ++i) {

@@ -397,8 +397,18 @@ def mix64(k):
     return k
 
 
-def tag(M, v):
-    return mix64(((bits32(canonical_max(M)) << 32) + v) & MASK64) >> 24
+def tag(M, v, h=0):
+    return mix64(((bits32(canonical_max(M)) << 32) + v + h) & MASK64) >> 24
+
+
+def salt_of(sigma=1.0, kappa=None, kind=None):
+    """h of section 12; kind: 1 for sums of logits, 2 for statistics."""
+    h = 0 if (sigma, kappa) == (1.0, None) else mix64((bits32(sigma) << 32) + (0 if kappa is None else bits32(kappa)))
+    return h if kind is None else mix64((h + kind) & MASK64)
+
+
+def tag_of(M, lo, hi, h=0):
+    return tag(M, hi, h) - tag(M, lo, h)
 
 
 def contribution(x, fr):
@@ -436,7 +446,7 @@ def denom_digits(row, M, lo=0, hi=None, v_start=0, sigma=1.0, kappa=None):
             faults += 1
         elif not fr.degenerate:
             S += contribution(x, fr)
-    return split_digits(S) + [hi - lo + (faults << 32), tag(M, v_start + hi) - tag(M, v_start + lo)]
+    return split_digits(S) + [hi - lo + (faults << 32), tag_of(M, v_start + lo, v_start + hi, salt_of(sigma, kappa))]
 
 
 def carry(words, last=5, radix=32):
@@ -546,7 +556,7 @@ def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
     """`row` is the whole row, or a function of the target's column that gives its logit."""
     if t == ignore_index:
         return Settled("ignored", *(0.0,) * 7)
-    if words[6] != V or words[7] != tag(M, V) - tag(M, 0):
+    if words[6] != V or words[7] != tag_of(M, 0, V, salt_of(sigma, kappa)):
         return Settled("check")
     fr = frame(M, sigma, kappa)
     if fr.degenerate:
@@ -584,6 +594,11 @@ def settle(words, row, t, M, V, ignore_index=-100, sigma=1.0, kappa=None):
         l = add64(lower, fma64(float(k), LN2_HI, -add64(map_logit(x_t, sigma, kappa), -fr.c)))
         p = 0.0
     return Settled("ok", l, L, denom, inv, scale64(-mul64(d, ys), kd - ks), p, xp, T > 0, unshifted)
+
+
+def loss_of_maximum(words, M, V, sigma=1.0, kappa=None):
+    """l_M: of a target whose logit is the maximum."""
+    return settle(words, lambda _: M, 0, M, V, -1, sigma, kappa).l
 
 
 def finalize(words, row, t, M, V=None, ignore_index=-100, sigma=1.0, kappa=None):
@@ -686,7 +701,7 @@ Optioned = namedtuple("Optioned", "loss lse z state")
 
 
 def logit_words(row, M, lo=0, hi=None, v_start=0, weight=None, sigma=1.0, kappa=None):
-    """The four words of the sum of logits; `weight` is that of all columns of the whole row."""
+    """The four words of the sum of logits, and the tag; `weight` is that of all columns of the whole row."""
     hi = len(row) if hi is None else hi
     fr = frame(M, sigma, kappa)
     Z, infinite = 0, False
@@ -696,12 +711,13 @@ def logit_words(row, M, lo=0, hi=None, v_start=0, weight=None, sigma=1.0, kappa=
         p = shifted(row[v], fr)
         if weight is not None:
             w = weight[v_start + v]
-            p = mul32(w, p) if w != 0 else 0.0
+            p = mul32(w, add32(p, -fr.Mp)) if w != 0 else 0.0
         if _finite(p):
             Z += nearest(p, 31)
         else:
             infinite = True
-    return [Z >> 48 * i & (1 << 48) - 1 for i in range(3)] + [(Z >> 144) + (infinite << 47)]
+    own_tag = tag_of(M, v_start + lo, v_start + hi, salt_of(sigma, kappa, 1))
+    return [Z >> 48 * i & (1 << 48) - 1 for i in range(3)] + [(Z >> 144) + (infinite << 47), own_tag]
 
 
 def exact_sum(values):
@@ -728,7 +744,7 @@ def options(words, row, t, M, lam=0.0, weight=None, U=None, ignore_index=-100, e
     if epsilon:
         V, rest = float(U), add64(1.0, -epsilon)
         W = V if weight is None else exact_sum(weight[:U])
-        *low, top = carry(logits, 3, 48)
+        *low, top = carry(logits[:4], 3, 48)
         infinite, top = mark(top, 47)
         B = scale64(_round(sum(word << 48 * i for i, word in enumerate([*low, top])), 0, "fp64"), -31)
         if not _finite(W):
@@ -736,7 +752,11 @@ def options(words, row, t, M, lam=0.0, weight=None, U=None, ignore_index=-100, e
         elif infinite > 0:
             mean = INF
         else:
-            mean = div(fma64(W, r.l, fma64(W, r.xp, -B)) if r.kept else fma64(W, r.unshifted, -B), V)
+            if weight is not None:
+                total = fma64(W, loss_of_maximum(words, M, U, sigma, kappa), -B)
+            else:
+                total = fma64(W, r.l, fma64(W, r.xp, -B)) if r.kept else fma64(W, r.unshifted, -B)
+            mean = div(total, V)
         e = fma64(epsilon, mean, mul64(rest, e))
         O = 1.0 if weight is None else div(W, V)
         o = fma64(rest, w, mul64(epsilon, O))
@@ -773,11 +793,10 @@ def gradient_with(row, t, M, state, G, g_lse=None, dtype="fp32", U=None, ignore_
     if g_lse is not None:
         f, ft = fma64(g_lse, inv, f), fma64(g_lse, p, ft)
     f, ft = rn(f, "fp32"), rn(ft, "fp32")
-    if not _finite(f):
+    k = rn(mul64(G, mul64(-div(epsilon, float(U)), sigma)), "fp32") if epsilon else 0.0
+    if not _finite(f, k):
         return [NAN] * U + [0.0] * (len(row) - U)
     fr = frame(M, sigma, kappa)
-    if epsilon:
-        k = rn(mul64(G, mul64(-div(epsilon, float(U)), sigma)), "fp32")
     out = []
     for v in range(U):
         a, down = relative(row[v], fr), slope(map_logit(row[v], sigma, kappa), kappa)
@@ -821,17 +840,15 @@ RowStats = namedtuple("RowStats", "lse logprob entropy max_abs hit")
 
 
 def stat_words(row, t, M, lo=0, hi=None, v_start=0, ignore_index=-100, sigma=1.0, kappa=None):
-    """A shard's ([word 0, word 1], least).
-
-    Section 13 has no `before` where t is out of range; a shard cannot know that of t >= V, and no result depends on it.
-    """
+    """A shard's ([word 0, word 1, tag], least)."""
     hi = len(row) if hi is None else hi
     least = min((x for x in row[lo:hi] if x > -INF), default=INF)           # NaN is not above
+    own_tag = tag_of(M, v_start + lo, v_start + hi, salt_of(sigma, kappa, 2))
     if t == ignore_index:
-        return [0, 0], least
+        return [0, 0, own_tag], least
     fr = frame(M, sigma, kappa)
     if fr.degenerate:
-        return [0, 0], least
+        return [0, 0, own_tag], least
     E, before = 0, False
     for v in range(lo, hi):
         if faulty(row[v], fr):
@@ -840,7 +857,7 @@ def stat_words(row, t, M, lo=0, hi=None, v_start=0, ignore_index=-100, sigma=1.0
         if term(xp) is not None:
             E += nearest(mul32(relative(row[v], fr), add32(fr.Mp, -xp)), 43)
         before = before or (v_start + v < t and row[v] == fr.M)
-    return [E & (1 << 40) - 1, (E >> 40) + (before << 40)], least
+    return [E & (1 << 40) - 1, (E >> 40) + (before << 40), own_tag], least
 
 
 def row_stats(stats, least, words, row, t, M, V=None, ignore_index=-100, sigma=1.0, kappa=None):
@@ -850,10 +867,10 @@ def row_stats(stats, least, words, row, t, M, V=None, ignore_index=-100, sigma=1
         return RowStats(0.0, 0.0, 0.0, 0.0, False)
     if r.status not in ("ok", "target"):
         return RowStats(NAN, NAN, NAN, NAN, False)
-    low, top = carry(stats, 1, 40)
+    low, top = carry(stats[:2], 1, 40)
     before, top = mark(top, 40)
     fr = frame(M, sigma, kappa)
-    of_maximum = settle(words, lambda _: M, 0, M, len(row) if V is None else V, -1, sigma, kappa).l
+    of_maximum = loss_of_maximum(words, M, len(row) if V is None else V, sigma, kappa)
     spread = mul64(scale64(_round(low + (top << 40), 0, "fp64"), -43), r.inv)
     logprob = rn(-r.l, "fp32")
     return RowStats(

@@ -650,7 +650,7 @@ def test_opcheck(dce, dtype):
     weight, items = torch.rand(23), torch.tensor([7])
     _, maxima, _, state, sums, *_ = ops.cross_entropy_with_options(logits, targets, 1, IGNORE, 0.1, weight, None, 23, 0.0, 1.0, 0.0, False)
     _, _, _, smoothed, _, *_ = ops.cross_entropy_with_options(logits, targets, 1, IGNORE, 0.1, weight, None, 23, 0.1, 0.5, 20.0, True)
-    stat_words, logit_words = dce.stat_digits(logits, targets, M)[0], dce.logit_digits(logits, M)
+    stat_words, logit_words = dce.stat_digits(logits, targets, M)[0][:, :2].contiguous(), dce.logit_digits(logits, M)[:, :4].contiguous()
     losses = dce.cross_entropy(logits, targets, "none")
     images = ops.order_images(M)
     leaf = lambda: logits.clone().requires_grad_()
@@ -659,7 +659,7 @@ def test_opcheck(dce, dtype):
         ("finalize_with_options", (digits, at_target, targets, M, IGNORE, 23, 0.1, weight, 0.0, None, 1.0, 0.0)),
         ("finalize_with_options", (digits, at_target, targets, M, IGNORE, -1, 0.0, None, 0.1, logit_words, 1.0, 0.0)),
         ("denom_digits", (logits, M, 0, 23, 0, 0.5, 20.0)), ("logit_digits", (logits, M, 0, 23, 0, weight, 0.5, 20.0)), ("stat_digits", (logits, targets, M, IGNORE, 0, 23, 0, 0.5, 20.0)),
-        ("rowleast", (logits, 0, 23)), ("target_logits", (logits, targets, IGNORE)),
+        ("rowleast", (logits, 0, 23)), ("shard_tags", (M, 0, 23, 1, 0.5, 20.0)), ("target_logits", (logits, targets, IGNORE)),
         ("finalize_stats", (digits, stat_words, dce.rowmax(-logits), at_target, targets, M, IGNORE, 23, 1.0, 0.0)),
         ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight)), ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight, 0.1, 0.5, 20.0, True)),
         *[("cross_entropy_with_options", (leaf(), targets, mode, IGNORE, 0.1, w, n, valid, *more))

@@ -96,11 +96,10 @@ def test_shards(dce, data):
     parts, leasts, digits = [], [], []
     for lo, hi in zip([0, *cuts], [*cuts, V]):
         words, least = dce.stat_digits(logits, t, M, lo, hi, **kw)
-        assert words.dtype == torch.int64 and words.shape == (len(rows), 2) and least.dtype == torch.float32 and least.shape == (len(rows),)
+        assert words.dtype == torch.int64 and words.shape == (len(rows), 3) and least.dtype == torch.float32 and least.shape == (len(rows),)
         for row, target, m, got, low in zip(rows, targets, maxima, words.tolist(), least.tolist()):
             expected, expected_least = o.stat_words(row, target, m, lo, hi, **oracle_map(kw))
-            if target != V:                                     # a shard cannot know that such a target has no `before`
-                assert got == expected
+            assert got == expected
             assert low == expected_least                        # of either zero
         if lo < hi:                                             # the shard as a tensor of its own
             other, other_least = dce.stat_digits(logits[:, lo:hi], t, M, v_start=lo, **kw)
@@ -184,7 +183,7 @@ def test_wrong_arguments(dce):
     for bad in (1, "yes", None):
         with pytest.raises(TypeError, match=f"^return_stats: .*{bad}"):
             dce.cross_entropy(X, T, return_stats=bad)
-    for bad, error, got in ((words[:, :1], ValueError, r"\(4, 1\)"), (words[:3], ValueError, r"\(3, 2\)"), (words.float(), TypeError, "float32"), (None, TypeError, "NoneType")):
+    for bad, error, got in ((words[:, :1], ValueError, r"\(4, 1\)"), (words[:3], ValueError, r"\(3, 3\)"), (words.float(), TypeError, "float32"), (None, TypeError, "NoneType")):
         with pytest.raises(error, match="^stat_digits: .*" + got):
             dce.finalize_stats(bad, least, digits, X, T, M)
     for bad, error, got in ((least[:3], ValueError, r"\(3,\)"), (least.double(), TypeError, "float64"), (None, TypeError, "NoneType")):
@@ -200,3 +199,14 @@ def test_wrong_arguments(dce):
         dce.stat_digits(X, T, M[:3])
     with pytest.raises(ValueError, match="^targets: row 3 has 7"):
         dce.cross_entropy(X, torch.tensor([0, 1, 2, 7]), return_stats=True)
+
+
+def test_statistics_of_shards_that_do_not_add_up(dce):
+    M, digits = dce.rowmax(X), dce.denom_digits(X, dce.rowmax(X))
+    good, least = dce.stat_digits(X, T, M)
+    for wrong in (dce.stat_digits(X, T, M, 0, 3)[0], good + good, dce.stat_digits(X, T, M + 1)[0], dce.stat_digits(X, T, M, softcap=6.0)[0]):
+        stats = dce.finalize_stats(wrong, least, digits, X, T, M, validate=False)
+        counted = T != IGNORE
+        assert stats.entropy.isnan()[counted].all() and stats.max_abs.isnan()[counted].all() and not stats.hit.any()
+        with pytest.raises(ValueError, match="^stat_digits: row 0: the shards do not cover"):
+            dce.finalize_stats(wrong, least, digits, X, T, M, validate=True)

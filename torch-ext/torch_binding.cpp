@@ -10,6 +10,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.def("logit_digits(Tensor logits, Tensor rowmax, int v_lo, int v_hi, int v_start, Tensor? weight, float logit_scale, float softcap) -> Tensor");
   ops.def("stat_digits(Tensor logits, Tensor targets, Tensor rowmax, int ignore_index, int v_lo, int v_hi, int v_start, float logit_scale, float softcap) -> Tensor");
   ops.def("rowleast(Tensor logits, int v_lo, int v_hi) -> Tensor");
+  ops.def("shard_tags(Tensor rowmax, int lo, int hi, int kind, float logit_scale, float softcap) -> Tensor");
   ops.def("target_logits(Tensor logits, Tensor targets, int ignore_index) -> Tensor");
   ops.def("finalize(Tensor digits, Tensor target_logits, Tensor targets, Tensor rowmax, int ignore_index, int columns) -> (Tensor loss, Tensor denom, Tensor state, Tensor status)");
   ops.def("finalize_with_options(Tensor digits, Tensor target_logits, Tensor targets, Tensor rowmax, int ignore_index, int columns, float z_loss, Tensor? weight, float label_smoothing, Tensor? logit_digits, float logit_scale, float softcap) -> (Tensor loss, Tensor denom, Tensor state, Tensor status, Tensor lse, Tensor z_loss)");
@@ -38,6 +39,7 @@ STABLE_TORCH_LIBRARY_EXPAND(TORCH_EXTENSION_NAME, ops) {
   ops.impl("logit_digits", TORCH_BOX(&dce::logit_digits));                                       \
   ops.impl("stat_digits", TORCH_BOX(&dce::stat_digits));                                         \
   ops.impl("rowleast", TORCH_BOX(&dce::rowleast));                                               \
+  ops.impl("shard_tags", TORCH_BOX(&dce::shard_tags));                                           \
   ops.impl("target_logits", TORCH_BOX(&dce::target_logits));                                     \
   ops.impl("finalize", TORCH_BOX(&dce::finalize));                                               \
   ops.impl("finalize_stats", TORCH_BOX(&dce::finalize_stats));                                   \

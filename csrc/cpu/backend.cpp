@@ -3,13 +3,13 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <cfenv>
 #include <cstdlib>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
 #include "loops.h"
+#include "rounding.h"
 
 namespace dce {
 namespace cpu {
@@ -36,21 +36,6 @@ const LoopTable& loops() {
 const RowLoops<float>& loops_for(float) { return loops().f32; }
 const RowLoops<Bf16>& loops_for(Bf16) { return loops().bf16; }
 const RowLoops<Fp16>& loops_for(Fp16) { return loops().fp16; }
-
-// Rounding to nearest with subnormals kept, whatever the caller's thread is set to (torch.set_flush_denormal).
-class DefaultRounding {
- public:
-  DefaultRounding() {
-    std::fegetenv(&saved_);
-    std::fesetenv(FE_DFL_ENV);
-  }
-  ~DefaultRounding() { std::fesetenv(&saved_); }
-  DefaultRounding(const DefaultRounding&) = delete;
-  DefaultRounding& operator=(const DefaultRounding&) = delete;
-
- private:
-  std::fenv_t saved_;
-};
 
 constexpr int64_t kGrain = 16384;  // columns a thread takes at least
 
@@ -164,7 +149,7 @@ void digits_of_rows(const Logits& logits, const Targets& ignored, const float* r
         if (n > 0) {
           carry(words);
           words[kColumnsWord] += n;
-          words[kTagWord] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi);
+          words[kTagWord] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi, map_salt(map));
         }
         std::memcpy(digits + row * kWords, words, kWords * sizeof(int64_t));
       });
@@ -233,6 +218,10 @@ void stat_digits(const Logits& logits, const Targets& targets, const float* row_
       });
 }
 
+void shard_tags(const float* row_max, int64_t rows, const Shard& shard, uint64_t salt, int64_t* tags, Context) {
+  for (int64_t row = 0; row < rows; ++row) tags[row] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi, salt);
+}
+
 void target_logits(const Logits& logits, const Targets& targets, const Shard& shard, float* out, Context) {
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
@@ -293,7 +282,7 @@ template <class T>
 void gradient_of(const T* x, int64_t n, int64_t begin, int64_t target, int64_t ignore_index, float max, RowScale f, const ColumnOptions& columns, T* to) {
   if (target == ignore_index) {
     std::memset(to, 0, n * sizeof(T));
-  } else if (!is_finite(f.scale)) {
+  } else if (!is_finite(f)) {
     for (int64_t j = 0; j < n; ++j) narrow(from_bits(kNaN32), to[j]);
   } else {
     if (columns.on) {
@@ -325,7 +314,7 @@ void rows_in_one(const Logits& logits, const Targets& targets, const RowOptions&
           if (options.smoothing != 0.0) loops_for(T{}).logit_sum(x, logits.columns, frame.shift, options.map, max, options.weights.data, logit_words);
         }
         words[kColumnsWord] = logits.columns;
-        words[kTagWord] = shard_tag(max, 0, logits.columns);
+        words[kTagWord] = shard_tag(max, 0, logits.columns, map_salt(options.map));
       }
       row_max_out[row] = max;
       finalize_one<T>(words, logit_words, logits, targets, options, max, out, row);

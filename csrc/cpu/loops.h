@@ -17,7 +17,7 @@ struct RowLoops {
   void (*gradient)(const T* x, T* out, int64_t n, RowFrame frame, float scale);  // scale is finite
   // weights: of the classes of x, or null
   void (*gradient_with)(const T* x, T* out, int64_t n, RowFrame frame, RowScale f, const LogitMap& map, const float* weights);
-  // Adds to a row's four words.
+  // Adds to a row's four words, and carries them.
   void (*logit_sum)(const T* x, int64_t n, float shift, const LogitMap& map, float row_max, const float* weights, int64_t* words);
   float (*least)(const T* x, int64_t n);  // above -inf, +inf if there is none
   // Adds to a row's two words; before: of so many columns, whether one is the maximum.

@@ -234,6 +234,7 @@ struct Loops {
   template <class T>
   static void logit_sum(const T* x, int64_t n, float shift, const LogitMap& map, float row_max, const float* weights, int64_t* words) {
     const bool identity = is_identity(map);
+    const float top = add32(identity ? row_max : mapped(map, row_max), -shift);
     const F limit = V::set(row_max), zero = V::set(0.0f);
     const auto add = [words](int64_t z) {
       words[0] += low_word(z);
@@ -248,7 +249,7 @@ struct Loops {
         F p = V::sub(identity ? raw : vector_map(map, raw), V::set(shift));
         if (weights != nullptr) {
           const F w = V::load(weights + i);
-          p = V::select(V::both(V::not_less(w, zero), V::not_less(zero, w)), zero, V::mul(p, w));
+          p = V::select(V::both(V::not_less(w, zero), V::not_less(zero, w)), zero, V::mul(V::sub(p, V::set(top)), w));
         }
         const typename V::M faulty = V::not_less_equal(raw, limit);
         if (V::any(faulty)) p = V::select(faulty, zero, p);
@@ -263,10 +264,11 @@ struct Loops {
         sum.template add<kLogitShift>(p);
       }
       add(sum.sum());
+      carry_logit_words(words);  // 2^13 logits add less than 2^62 to a word
     }
     FixedSum rest;
     for (; i < n; ++i) {
-      const float raw = widen(x[i]), v = add32(identity ? raw : mapped(map, raw), -shift), p = weights != nullptr ? weighted_logit(v, weights[i]) : v;
+      const float raw = widen(x[i]), v = add32(identity ? raw : mapped(map, raw), -shift), p = weights != nullptr ? weighted_logit(v, top, weights[i]) : v;
       if (!(raw <= row_max)) continue;
       if (from_bits(dce::bits(p) & 0x7FFFFFFFu) < kLogitLimit) {
         add_fixed<kLogitShift>(rest, p);
@@ -275,6 +277,7 @@ struct Loops {
       }
     }
     add(total(rest));
+    carry_logit_words(words);
     if (infinite) words[kLogitWords - 1] += kInfiniteLogit;  // once, however many: there is room for 2^15
   }
 

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kAccumulatePolicy.threads, kAccumulatePolicy.r
   int64_t words[kWords];
   sum_stretch<T, kCheck, kMap, kAccumulatePolicy.threads, kAccumulatePolicy.unroll>(row, max, map, words, scratch);
   if (threadIdx.x != 0) return;
-  words[kTagWord] = piece.length > 0 ? shard_tag(max, shard.start + first, shard.start + first + piece.length) : 0;
+  words[kTagWord] = piece.length > 0 ? shard_tag(max, shard.start + first, shard.start + first + piece.length, kMap ? map_salt(map) : 0) : 0;
   int64_t* const to = out + piece.row * kWords;
 #pragma unroll
   for (int i = 0; i < kWords; ++i) {

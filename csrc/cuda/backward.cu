@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resid
     const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
     T* const to = grad + piece.row * grad_stride + piece.begin;
     const RowScale f = shared_scale;
-    if (ignored || !is_finite(f.scale)) {
+    if (ignored || !is_finite(f)) {
       fill_stretch<T, kBackwardPolicy.threads>(piece.length, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
     } else {
       const int64_t own = target - shard.start - shard.lo - piece.begin;

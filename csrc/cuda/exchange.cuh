@@ -67,7 +67,7 @@ __device__ __forceinline__ void write_mail(const WarpSum* sums, int workers, con
   if (!is_degenerate(top) && top >= kLowestTerm) {
     const int32_t n_top = term_exponent(term(top));
     const int32_t base = base_of(n_top);
-    if (row_shift(top) != 0.0f) {
+    if (row_shift(top) != 0.0f || __any_sync(all, own >= 0x1p+20f)) {  // the latter by a cap's fall
       below = n_top - base;  // no digits: exact only if the row drops the slice whole; a maximum this high is the fallback's anyway
     } else {
       below = max(-1, mine.below - base);
@@ -173,7 +173,7 @@ __device__ __forceinline__ RowTotal add_mail(const Mail& mail, int group, const 
   const float own = map(from_order_image(mail.image));
   const int32_t own_base = own >= kLowestTerm && has ? base_of(term_exponent(term(own))) : out.base;
   const int32_t drop = (out.base - own_base) / 32;  // words of the slice below the row's
-  bool exact = !has || mail.below == kNoTerm || own_base + mail.below < out.base;
+  bool exact = drop >= 0 && (!has || mail.below == kNoTerm || own_base + mail.below < out.base);  // below 0 by a cap's fall
   uint64_t halves[kMailWords];
 #pragma unroll
   for (int i = 0; i < kMailWords; ++i) halves[i] = has ? mail.halves[i] : 0;

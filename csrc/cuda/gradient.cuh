@@ -24,8 +24,7 @@ __device__ __forceinline__ void gradients(const float (&x)[kCount], float magic,
   for (int j = 0; j < kCount; ++j) {
     const Term e = term(x[j], magic);
     const bool has_term = !kDeep || e.z >= kMagic - kGradDepth;
-    // the low bits of z are n - n_max, and those of kMagicBits are zero: shifted by 23 they move the exponent of a
-    const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
+    const float a = term_ratio(e);
     stats.add(a, x[j], has_term);
     const float kept = has_term ? a : 0.0f;
     out[j] = narrow<T>(kConstant ? fma32(kept, f.scale, f.constant) : mul32(kept, f.scale));
@@ -43,7 +42,7 @@ __device__ __forceinline__ void gradients_with(const float (&y)[kCount], const L
     const float x = add32(y[j], -shift);
     const Term e = term(x, magic);
     const bool has_term = e.z >= kMagic - kGradDepth;
-    const float a = from_bits(bits(add32(e.t, -0.5f)) + (bits(e.z) << 23));
+    const float a = term_ratio(e);
     stats.add(a, x, has_term);
     const float k = mul32(f.constant, weight(j)), slope = slope_at(map, y[j]);
     out[j] = narrow<T>(fma32(mul32(has_term ? a : 0.0f, slope), f.scale, mul32(k, slope)));

@@ -29,8 +29,8 @@ struct Policy {
 constexpr Policy kRowMaxPolicy = {256, 3, 4, 32768, 16};
 constexpr Policy kAccumulatePolicy = {128, 6, 4, 32768, 16};
 constexpr Policy kBackwardPolicy = {256, 4, 4, 32768, 16};
-constexpr Policy kWordsPolicy = {256, 4, 4, 32768, 16};  // sums of logits, statistics
-// The fused kernel (fused.cu): rows in shared memory.
+constexpr Policy kWordsPolicy = {256, 3, 4, 32768, 8};  // sums of logits, statistics: fewer than 2^15 warps add to a row
+// The fused kernel (fused.cuh): rows in shared memory.
 struct FusedPolicy {
   int64_t least_row_bytes;    // for shorter rows the exchange would cost more than the read it saves
   int64_t least_slice_bytes;  // of a row a block

@@ -1,4 +1,4 @@
-// The fused kernel's blocks: their warps, what they keep in shared memory, and what they are given (fused.cu).
+// The fused kernel's blocks: their warps, what they keep in shared memory, and what they are given (fused.cuh).
 #pragma once
 
 #include "exchange.cuh"
@@ -69,6 +69,7 @@ struct RowExtras {
   Divisor divisor;
   int64_t grad_stride;
   RowWords words;
+  int32_t table_shift;  // TermTable's
 };
 constexpr int32_t kRedo = 1 << 30;
 

@@ -25,6 +25,11 @@ __global__ void rank_words_kernel(Logits logits, Targets targets, const int32_t*
   agreement[row] = agreement_word(agree, target_at(targets, row));
 }
 
+__global__ void shard_tags_kernel(const float* row_max, int64_t rows, Shard shard, uint64_t salt, int64_t* tags) {
+  const int64_t row = own_row();
+  if (row < rows) tags[row] = shard_tag(canonical_max(row_max[row]), shard.start + shard.lo, shard.start + shard.hi, salt);
+}
+
 template <class T>
 __global__ void target_logits_kernel(Logits logits, Targets targets, Shard shard, float* out) {
   const int64_t row = own_row();
@@ -55,6 +60,11 @@ void rank_words(const Logits& logits, const Targets& targets, const int32_t* ima
         <<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(logits, targets, image, shard, agree, row_max, owner, agreement);
   });
   check(cudaGetLastError(), "shard_words");
+}
+
+void shard_tags(const float* row_max, int64_t rows, const Shard& shard, uint64_t salt, int64_t* tags, Context context) {
+  shard_tags_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(row_max, rows, shard, salt, tags);
+  check(cudaGetLastError(), "shard_tags");
 }
 
 void target_logits(const Logits& logits, const Targets& targets, const Shard& shard, float* out, Context context) {

@@ -1,4 +1,4 @@
-// How a row ends that the fused kernel has summed, or could not sum (fused.cu).
+// How a row ends that the fused kernel has summed, or could not sum (fused.cuh).
 #pragma once
 
 #include "accumulate.cuh"
@@ -44,7 +44,7 @@ __device__ void redo_row(const Rows& rows, const RowExtras& extras, int64_t row,
   __syncthreads();
   if (!kGrad || rows.grad == nullptr) return;
   T* const to = static_cast<T*>(rows.grad) + row * extras.grad_stride;
-  if (is_finite(shared_scale.scale)) {
+  if (is_finite(shared_scale)) {
     gradient_stretch<T, kExtras, kThreads, kExtras ? 1 : kBackwardPolicy.unroll>(whole, max, shared_scale, columns_of(options), target, to);
   } else {
     fill_stretch<T, kThreads>(whole.length, canonical_nan<T>(), to);
@@ -65,7 +65,7 @@ __device__ float settle_row(const Rows& rows, const RowExtras& extras, int64_t r
   for (int i = 0; i < kDigits; ++i) digits[i] = rows.words[row * kWords + i];
   if (kExtras && extras.words.stats != nullptr) {  // which look at the check words
     rows.words[row * kWords + kColumnsWord] = columns;
-    rows.words[row * kWords + kTagWord] = shard_tag(max, 0, columns);
+    rows.words[row * kWords + kTagWord] = shard_tag(max, 0, columns, map_salt(extras.options.map));
     extras.words.least[row] = least_of(bits(extras.words.least[row]));
   }
   RowResult result;
@@ -80,7 +80,7 @@ __device__ float settle_row(const Rows& rows, const RowExtras& extras, int64_t r
   return result.loss;
 }
 
-// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. Few blocks, for all add to the same words; as many rows a block as that takes.
+// Redoes the rows that are marked, takes each row from its digits to its results, and adds the losses. Few blocks, for the last adds up what they leave; as many rows a block as that takes.
 constexpr int kSettleThreads = 256, kSettleResident = 2;  // blocks a processor
 template <class T, bool kGrad, bool kExtras>
 __global__ void __launch_bounds__(kSettleThreads, kSettleResident)

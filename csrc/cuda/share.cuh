@@ -1,4 +1,4 @@
-// A warp's share of a slice in shared memory: its sum, and its gradient (fused.cu).
+// A warp's share of a slice in shared memory: its sum, and its gradient (fused.cuh).
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,8 @@ namespace cuda {
 
 // Of each vector, so many logits are looked up and the rest computed: lookups are bound by the banks of shared memory, arithmetic by the FMA pipe, and both are there.
 constexpr int kTabledLanes = 6;
-static_assert(232448 / 3 / (kWorkers * kVectorBytes * kWarp) * kVector<__half> + kVector<__half> <= kWindowTerms, "a lane's share of a slice fits a window");
+static_assert(232448 / 3 / (kWorkers * kVectorBytes * kWarp) * kVector<__half> + kVector<__half> <= kWindowTerms && kWindowTerms <= kFixedTerms,
+              "a lane's share of a slice fits a window, and a FixedSum");
 constexpr int kTableRows = 4;  // a group with fewer is done before the table would be
 template <int kValue>
 using Constant = std::integral_constant<int, kValue>;
@@ -47,24 +48,23 @@ __device__ __forceinline__ void add_logit_sum(const uint4* slice, int vectors, i
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   Vector<T> v;
-  FixedSum sum;
-  bool infinite = false;
+  LogitSum sum;
   if (low > -kLogitLimit / 2 && top < kLogitLimit / 2) {  // half, for a cap's map may fall a little
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
 #pragma unroll
-      for (int j = 0; j < kLanes; ++j) add_fixed<kLogitShift>(sum, lane(v, j));
+      for (int j = 0; j < kLanes; ++j) sum.add_small(lane(v, j));
     }
   } else {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
 #pragma unroll
       for (int j = 0; j < kLanes; ++j)
-        if (i * kLanes + j < columns) add_logit(sum, lane(v, j), words, infinite);
+        if (i * kLanes + j < columns) sum.add(lane(v, j));
     }
   }
-  add_logits(warp_total(sum), infinite, words);
+  sum.finish(words);
 }
 
 // A lane of a vector as the softmax takes it. Under a cap float32 logits have been replaced by what they are mapped to.
@@ -123,7 +123,8 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
   const int32_t n_top = (has_terms ? term_exponent(term(top)) : 0) + map.above();
   const float near_magic = magic(n_top - 31);
   if constexpr (TermTable<T>::kExists) {
-    if (table.filled && has_terms && raw_top < TermTable<T>::kLimit && top < TermTable<T>::kLimit) {
+    const float limit = kExtras ? table.limit() : TermTable<T>::kLimit;
+    if (table.filled && has_terms && raw_top < limit && top < TermTable<T>::kLimit) {
       float raw_finite = raw_low;
       if (raw_low == -INFINITY) {
         LeastFinite least;
@@ -132,7 +133,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
       }
       share.finite = map(raw_finite);
       // a value's exponent may be one less than n
-      share.tabled = raw_finite > -TermTable<T>::kLimit && share.finite > -TermTable<T>::kLimit && term(share.finite, near_magic).z >= lowest_near - 31;
+      share.tabled = raw_finite > -limit && share.finite > -TermTable<T>::kLimit && term(share.finite, near_magic).z >= lowest_near - 31;
     }
   }
   float x[kLanes];
@@ -313,7 +314,7 @@ __device__ __forceinline__ void write_share_and_stats(const uint4* slice, int ve
   WithStats stats;
   stats.top = map(message.max);
   write_lanes<T, true>(slice, vectors, first, share, table, map, extras, message, to, stats);
-  add_stats(warp_total(stats.sum), words);
+  add_stats(total(stats.sum), words);
   if (message.before <= 0) return;
   bool found = false;
   Vector<T> v;

@@ -1,7 +1,7 @@
 // e^x of each bfloat16 x that matters, in shared memory: one lookup in place of the ten instructions of a term, the same bits (SPEC 3).
 //
-// A term P 2^(n - 23) is a float32, for P has 24 bits. Below 2^-24 in magnitude every x has the term 1; from 32 on none is in the table, and -inf shares the last
-// entry, which is 0. So 2 * 3713 values are all there are.
+// A term P 2^(n - 23) is a float32, for P has 24 bits. Up to 2^-24 in magnitude every x has the term 1; from 32 on none is in the table, and -inf shares the last
+// entry, which is 0. So 2 * 3713 values are all there are. Where logits are mapped the table is of the terms that they are mapped to.
 #pragma once
 
 #include "device.cuh"
@@ -28,22 +28,31 @@ struct TermTable<__nv_bfloat16> {
 
   const unsigned char* entries;
   unsigned char* slopes = nullptr;  // under a cap
+  int shift = 0;                    // where logits are scaled up by as much as 2^shift, |x| from 2^(-24 - shift) to 2^(5 - shift) is in the table
   bool filled;
-  uint32_t minus_first;  // kMinusFirst, opaque to the compiler, which would load it anew for each use
+  uint32_t minus_first;  // of minus_first(shift), opaque to the compiler, which would load it anew for each use
 
-  static constexpr uint32_t kMinusFirst = static_cast<uint16_t>(-kFirst) * 0x10001u, kLasts = kLast * 0x10001u;
-  static __device__ __forceinline__ float logit(int i) { return widen(__ushort_as_bfloat16(static_cast<unsigned short>(kFirst + (i & (kNegative - 1)) | (i & kNegative) << 3))); }
+  static constexpr uint32_t kLasts = kLast * 0x10001u;
+  static __device__ __forceinline__ float logit(int i, int shift = 0) {
+    return widen(__ushort_as_bfloat16(static_cast<unsigned short>(kFirst - (shift << 7) + (i & (kNegative - 1)) | (i & kNegative) << 3)));
+  }
+  __device__ __forceinline__ float limit() const { return from_bits(bits(kLimit) - (static_cast<uint32_t>(shift) << 23)); }
+  // Whether all that the first entry stands for, 0 among them, has the term 1.
+  __device__ __forceinline__ bool starts_at_one(const LogitMap& map) const {
+    const Term e = term(mapped(map, logit(0, shift)));
+    return term_significand(e) == 1u << 23 && term_exponent(e) == 0;
+  }
   static __device__ __forceinline__ float value(Term e) { return mul32(static_cast<float>(term_significand(e)), from_bits(static_cast<uint32_t>(term_exponent(e) - 23 + 127) << 23)); }
   static __device__ __forceinline__ void fill(void* entries, int thread, int threads) {
     for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads)
       static_cast<float*>(entries)[i] = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(logit(i)));
   }
   // Of mapped logits y: e^y, and under a cap in a second table that times the slope, rounded, for the gradient (SPEC 12). Garbage where |y| is not below kLimit.
-  static __device__ __forceinline__ void fill(void* entries, void* slopes, const LogitMap& map, int thread, int threads) {
+  __device__ __forceinline__ void fill(void* entries, const LogitMap& map, int thread, int threads) const {
     for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads) {
-      const float y = mapped(map, logit(i)), v = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(y));
+      const float y = mapped(map, logit(i, shift)), v = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(y));
       static_cast<float*>(entries)[i] = v;
-      if (slopes != nullptr) static_cast<float*>(slopes)[i] = mul32(v, slope_at(map, y));
+      if (slopes != nullptr) reinterpret_cast<float*>(slopes)[i] = mul32(v, slope_at(map, y));
     }
   }
 
@@ -67,6 +76,8 @@ struct TermTable<__nv_bfloat16> {
     }
   }
 };
+
+inline uint32_t minus_first(int shift) { return static_cast<uint16_t>((shift << 7) - TermTable<__nv_bfloat16>::kFirst) * 0x10001u; }
 
 // The most negative finite value of a run of vectors, which have no NaN and no +inf; 0 if none is negative.
 struct LeastFinite {

@@ -6,61 +6,78 @@
 namespace dce {
 namespace cuda {
 
-__device__ __forceinline__ int64_t warp_total(const FixedSum& sum) { return static_cast<int64_t>(warp_sum(static_cast<uint64_t>(total(sum)))); }  // in lane 0
+__device__ __forceinline__ int64_t warp_sum(int64_t v) { return static_cast<int64_t>(warp_sum(static_cast<uint64_t>(v))); }  // in lane 0
 
-// z, in lane 0, to a row's sum of logits; infinite: of any lane.
-__device__ __forceinline__ void add_logits(int64_t z, bool infinite, int64_t* words) {
-  infinite = __any_sync(0xFFFFFFFFu, infinite);
-  if (threadIdx.x % kWarp != 0) return;
-  if (z != 0) {
-    atomic_add(&words[0], low_word(z));
-    atomic_add(&words[1], high_word(z));
+// A thread's part of a row's sum of logits.
+struct LogitSum {
+  FixedSum small;
+  int64_t words[kLogitWords] = {0, 0, 0, 0};
+  bool infinite = false;
+  // |p| below kLogitLimit. At most kFixedTerms of these, and of others, before a fold.
+  __device__ __forceinline__ void add_small(float p) { add_fixed<kLogitShift>(small, p); }
+  __device__ __forceinline__ void add(float p) {
+    if (fabsf(p) < kLogitLimit) {
+      add_small(p);
+    } else if (is_finite(p)) {
+      const WideLogit w = wide_logit(p);
+#pragma unroll
+      for (int i = 0; i < kLogitWords; ++i) words[i] += (i == w.at ? w.low : 0) + (i == w.at + 1 ? w.high : 0);
+    } else {
+      infinite = true;
+    }
   }
-  if (infinite) atomic_add(&words[kLogitWords - 1], kInfiniteLogit);  // once a warp: fewer than 2^15 share a row
-}
-// p: of a column that takes part.
-__device__ __forceinline__ void add_logit(FixedSum& sum, float p, int64_t* words, bool& infinite) {
-  if (fabsf(p) < kLogitLimit) {
-    add_fixed<kLogitShift>(sum, p);
-  } else if (is_finite(p)) {
-    const WideLogit w = wide_logit(p);
-    atomic_add(&words[w.at], w.low);
-    if (w.high != 0) atomic_add(&words[w.at + 1], w.high);
-  } else {
-    infinite = true;
+  __device__ __forceinline__ void fold() {
+    const int64_t z = total(small);
+    small = FixedSum();
+    words[0] += low_word(z);
+    words[1] += high_word(z);
+    carry_logit_words(words);
   }
-}
-__device__ __forceinline__ void add_stats(int64_t e, int64_t* words) {
+  // The warp's, to the row's words: from fewer than 2^15 warps, so that none overflows.
+  __device__ __forceinline__ void finish(int64_t* row) {
+    fold();
+#pragma unroll
+    for (int i = 0; i < kLogitWords; ++i) words[i] = warp_sum(words[i]);
+    infinite = __any_sync(0xFFFFFFFFu, infinite);
+    if (threadIdx.x % kWarp != 0) return;
+    carry_logit_words(words);
+    if (infinite) words[kLogitWords - 1] += kInfiniteLogit;
+#pragma unroll
+    for (int i = 0; i < kLogitWords; ++i)
+      if (words[i] != 0) atomic_add(&row[i], words[i]);
+  }
+};
+
+// e, a thread's, to a row's statistics.
+__device__ __forceinline__ void add_stats(int64_t e, int64_t* row) {
+  e = warp_sum(e);
   if (threadIdx.x % kWarp != 0 || e == 0) return;
-  atomic_add(&words[0], stat_low(e));
-  atomic_add(&words[1], stat_high(e));
+  atomic_add(&row[0], stat_low(e));
+  atomic_add(&row[1], stat_high(e));
 }
 
 // A stretch by a block. weights: of the classes of its columns, or null. `max` is canonical and the row not degenerate. All threads call.
 template <class T, int kThreads, int kUnroll>
 __device__ __forceinline__ void logit_stretch(const RowVectors<T>& row, float max, const LogitMap& map, const float* weights, int64_t* words) {
-  const float shift = row_shift(mapped(map, max));
-  FixedSum sum;
-  int64_t z = 0;
+  const float y_max = mapped(map, max), shift = row_shift(y_max), top = add32(y_max, -shift);
+  LogitSum sum;
   int terms = 0;
-  bool infinite = false;
   const auto add = [&](const Vector<T>& v, int i) {
     const int64_t column = row.column(i);
 #pragma unroll
     for (int j = 0; j < kVector<T>; ++j) {
       if (column + j < 0 || column + j >= row.length) continue;  // of a partial vector
       const float raw = widen(v.lane[j]), x = add32(mapped(map, raw), -shift);
-      if (raw <= max) add_logit(sum, weights != nullptr ? weighted_logit(x, weights[column + j]) : x, words, infinite);
+      if (raw <= max) sum.add(weights != nullptr ? weighted_logit(x, top, weights[column + j]) : x);
     }
     terms += kVector<T>;
     if (terms > kFixedTerms - kVector<T>) {
-      z += total(sum);
-      sum = FixedSum();
+      sum.fold();
       terms = 0;
     }
   };
   row.template for_each<kThreads, kUnroll>(add, add);
-  add_logits(static_cast<int64_t>(warp_sum(static_cast<uint64_t>(z + total(sum)))), infinite, words);
+  sum.finish(words);
 }
 
 // before: as many columns of the stretch stand before the target.
@@ -70,7 +87,7 @@ __device__ __forceinline__ void stat_stretch(const RowVectors<T>& row, float max
   const RowFrame frame = row_frame(top);
   const float row_magic = magic(frame.n_max), shifted_top = add32(top, -frame.shift);
   FixedSum sum;
-  int64_t e = 0;
+  int64_t low = 0, high = 0;
   int terms = 0;
   bool found = false;
   const auto add = [&](const Vector<T>& v, int i) {
@@ -79,20 +96,24 @@ __device__ __forceinline__ void stat_stretch(const RowVectors<T>& row, float max
     for (int j = 0; j < kVector<T>; ++j) {
       const float raw = widen(v.lane[j]), x = add32(mapped(map, raw), -frame.shift);
       const Term t = term(x, row_magic);
-      const float a = from_bits(bits(add32(t.t, -0.5f)) + (bits(t.z) << 23));
-      add_fixed<0>(sum, t.z >= kMagic - kGradDepth && raw <= max ? mul32(a, add32(shifted_top, -x)) : 0.0f);
+      add_fixed<0>(sum, t.z >= kMagic - kGradDepth && raw <= max ? mul32(term_ratio(t), add32(shifted_top, -x)) : 0.0f);
       found = found || (raw == max && column + j < before);
     }
     terms += kVector<T>;
     if (terms > kFixedTerms - kVector<T>) {
-      e += total(sum);
+      low += stat_low(total(sum));
+      high += stat_high(total(sum));
       sum = FixedSum();
       terms = 0;
     }
   };
   row.template for_each<kThreads, kUnroll>(add, add);
-  add_stats(static_cast<int64_t>(warp_sum(static_cast<uint64_t>(e + total(sum)))), words);
-  if (__any_sync(0xFFFFFFFFu, found) && threadIdx.x % kWarp == 0) atomic_add(&words[1], kBefore);
+  low = warp_sum(low + stat_low(total(sum)));  // below 2^63 for 2^23 terms a lane
+  high = warp_sum(high + stat_high(total(sum)));
+  found = __any_sync(0xFFFFFFFFu, found);
+  if (threadIdx.x % kWarp != 0) return;
+  atomic_add(&words[0], stat_low(low));
+  atomic_add(&words[1], high + stat_high(low) + (found ? kBefore : 0));
 }
 
 }  // namespace cuda

@@ -58,7 +58,7 @@ class Options(NamedTuple):
         return (loss, *more) if more else loss
 
 
-def number(name, value, expected, holds):
+def _number(name, value, expected, holds):
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymFloat)):
         raise TypeError(f"{name}: expected a float, got {type(value).__name__}")
     if not holds(value):
@@ -72,6 +72,16 @@ _NUMBERS = (float, int)
 def _positive(value):
     """And so far from the ends of float32 that products and quotients of two such are not beyond."""
     return 2.0**-60 <= value <= 2.0**60
+
+
+def items(name, value, device):
+    """A number of items as int64 [1] on `device`."""
+    if not isinstance(value, torch.Tensor):
+        return torch.full((1,), check.integer(name, value), dtype=torch.int64, device=device)
+    check.tensor(name, value, (torch.int64, torch.int32))
+    if value.numel() != 1 or value.is_meta != (device.type == "meta"):
+        raise ValueError(f"{name}: expected an int or a tensor of one, got shape {tuple(value.shape)} on {value.device}")
+    return value.detach().reshape(1).to(device, torch.int64)
 
 
 def options(
@@ -94,25 +104,21 @@ def options(
     default = type(z_loss) in _NUMBERS and type(label_smoothing) in _NUMBERS and type(logit_scale) in _NUMBERS and z_loss == 0 and label_smoothing == 0 and logit_scale == 1
     if default and softcap is weight is num_items is valid_vocab is None and return_z_loss is return_lse is return_stats is False:
         return None
-    z_loss = number("z_loss", z_loss, "a finite number, 0 or more", lambda x: 0 <= x < 2.0**128)
-    label_smoothing = number("label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
-    logit_scale = number("logit_scale", logit_scale, "2**-60 to 2**60", _positive)
-    softcap = 0.0 if softcap is None else number("softcap", softcap, "2**-60 to 2**60, or None", _positive)
+    z_loss = _number("z_loss", z_loss, "a number, 0 or more and below 2**128", lambda x: 0 <= x < 2.0**128)
+    label_smoothing = _number("label_smoothing", label_smoothing, "0 to 1", lambda x: 0 <= x <= 1)
+    logit_scale = _number("logit_scale", logit_scale, "2**-60 to 2**60", _positive)
+    softcap = 0.0 if softcap is None else _number("softcap", softcap, "2**-60 to 2**60, or None", _positive)
     if weight is not None:
         check.tensor("weight", weight, (torch.float32,), None if columns is None else (columns,), logits.device)
+        if weight.layout != torch.strided:
+            raise ValueError(f"weight: expected a dense tensor, got layout {weight.layout}")
         if weight.dim() != 1:
             raise ValueError(f"weight: expected shape [V], got {tuple(weight.shape)}")
         weight = weight.detach().contiguous()
     if num_items is not None:
         if mode != MEAN:
             raise ValueError("num_items: expected None, for it is what a mean divides by")
-        if isinstance(num_items, torch.Tensor):
-            check.tensor("num_items", num_items, (torch.int64, torch.int32))
-            if num_items.numel() != 1:
-                raise ValueError(f"num_items: expected an int or a tensor of one, got shape {tuple(num_items.shape)}")
-            num_items = num_items.detach().reshape(1).to(logits.device, torch.int64)
-        else:
-            num_items = torch.full((1,), check.integer("num_items", num_items), dtype=torch.int64, device=logits.device)
+        num_items = items("num_items", num_items, logits.device)
     if valid_vocab is not None:
         most = 2**31 - 1 if columns is None else columns
         if not 1 <= check.integer("valid_vocab", valid_vocab) <= most:
@@ -136,4 +142,4 @@ def reduce_z(z_loss, targets, mode, ignore_index, sums):
     return ops.reduce_digits(with_divisor(words, sums) if mode == MEAN else words, mode == MEAN)
 
 
-__all__ = ["Options", "number", "options", "reduce_z", "with_divisor"]
+__all__ = ["Options", "items", "options", "reduce_z", "with_divisor"]

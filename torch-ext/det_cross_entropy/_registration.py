@@ -43,6 +43,11 @@ def _(logits, v_lo, v_hi):
     return _row(logits)
 
 
+@torch.library.register_fake(add_op_namespace_prefix("shard_tags"))
+def _(rowmax, lo, hi, kind, logit_scale, softcap):
+    return _row(rowmax, torch.int64)
+
+
 @torch.library.register_fake(add_op_namespace_prefix("target_logits"))
 def _(logits, targets, ignore_index):
     return _row(logits)

@@ -7,7 +7,7 @@ import torch
 from . import _autograd
 from . import _checks as check
 from ._ops import ops
-from ._options import options, reduce_z
+from ._options import items, options, reduce_z
 from ._registration import COUNT_WORD, LOGIT_WORDS, MEAN, NONE, STAT_WORDS, SUM_WORDS
 from .stats import RowStats
 
@@ -45,11 +45,11 @@ def cross_entropy(
         num_items: an int, or an integer tensor of one: what the mean divides by instead (``num_items_in_batch`` of Hugging Face's Trainer). Below 1: NaN.
         valid_vocab: only columns [0, valid_vocab) are the vocabulary: those of the padding are not read, and their gradient is 0.
         label_smoothing: epsilon in [0, 1], as in torch: (1 - epsilon) times the loss, and epsilon times the mean of the losses of all classes (with ``weight`` each times its weight;
-            a class of weight 0 takes no part, where torch makes NaN of a logit of -inf). A logit of -inf makes the loss +inf, as in torch; for padding use ``valid_vocab``.
+            a class of weight 0 takes no part but as a target, where torch makes NaN of a logit of -inf). A logit of -inf makes the loss +inf (NaN for epsilon = 1 if it is the target's), as in torch; for padding use ``valid_vocab``.
         logit_scale: the loss is that of ``logit_scale * logits``; positive, taken as float32.
         softcap: the loss is that of ``softcap * tanh(logit_scale * logits / softcap)``; positive, taken as float32. Logits of -inf stay masked.
         return_z_loss: also return the z-loss that is in the loss, reduced as it is. Not differentiable.
-        return_lse: also return log(sum(exp(logits))) of each row, float32 in the shape of targets, 0 for an ignored row. Differentiable.
+        return_lse: also return log(sum(exp(logits))) of each row (scaled and capped as the loss takes them), float32 in the shape of targets, 0 for an ignored row. Differentiable.
         return_stats: also return ``RowStats``: lse, logprob, entropy, max_abs and hit of each row, in the shape of targets. ``LossStats`` adds them up. Not differentiable.
         inplace_backward: backward writes the gradient over the logits, so that nothing of their size is allocated. They are read twice instead of once. Refused
             for a leaf and for a layout that would be copied; after it, reading the logits gives the gradient, and whatever else saved them for its backward
@@ -82,8 +82,10 @@ def cross_entropy(
     check.integer("ignore_index", ignore_index)
     in_place = check.may_overwrite(inplace_backward, logits, rows)
     validated = check.wants_validation(validate, logits)
-    more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
-    asked = options(logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1], **more)
+    mapped = {"logit_scale": logit_scale, "softcap": softcap}
+    asked = options(
+        logits, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, rows.shape[1], label_smoothing=label_smoothing, return_stats=return_stats, **mapped
+    )
     if asked is not None:
         out, lse, status, z, sums, stats = _autograd.loss_with_options(rows, target, mode, ignore_index, asked, in_place)
         if validated:
@@ -161,15 +163,34 @@ def denom_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, logit_s
     return ops.denom_digits(rows, maximum, v_lo, v_hi, check.start(v_start, v_hi), *_map(logits, logit_scale, softcap))
 
 
+LOGITS, STATS = 1, 2  # kinds of tags
+
+
+def _tagged(words, maximum, lo, hi, kind, mapped):
+    """words with the tag of columns [lo, hi) behind them: the tags of shards add up to that of the vocabulary if they cover it once and had the same maximum and map."""
+    return torch.cat([words, ops.shard_tags(maximum, lo, hi, kind, *mapped)[:, None]], 1)
+
+
+def _untagged(name, words, maximum, columns, kind, mapped, validated):
+    """(words without the tag, which rows do not cover the vocabulary)."""
+    wrong = words[:, -1] != ops.shard_tags(maximum, 0, columns, kind, *mapped)
+    if validated and wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{name}: row {row}: the shards do not cover columns 0 to {columns} once each (v_start?), or were computed for another global_rowmax, logit_scale or softcap"
+        )
+    return words[:, :-1].contiguous(), wrong
+
+
 def _map(logits, logit_scale, softcap):
     asked = options(logits, NONE, logit_scale=logit_scale, softcap=softcap)
     return (1.0, 0.0) if asked is None else asked.map
 
 
 def logit_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, weight=None, logit_scale=1.0, softcap=None):
-    """The exact sum of the logits of columns [v_lo, v_hi) for label smoothing: int64 [N, 4], which add up over shards, up to 2**15.
+    """The exact sum of the logits of columns [v_lo, v_hi) for label smoothing: int64 [N, 5], four digits and a tag, which add up over shards, up to 2**15.
 
-    ``weight``, float32 [V], multiplies each logit by its class's weight. The rest as in ``denom_digits``. Source: docs/SPEC.md, section 12.
+    ``weight``, float32 [V], multiplies each logit by its class's weight; that all shards were given the same cannot be seen. The rest as in ``denom_digits``. Source: docs/SPEC.md, section 12.
     """
     rows = check.shard_rows(logits)
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
@@ -179,13 +200,14 @@ def logit_digits(logits, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, weight=
         weight = options(logits, NONE, weight=weight).weight
         if len(weight) < v_start + v_hi:
             raise ValueError(f"weight: expected at least {v_start + v_hi} classes, got {len(weight)}")
-    return ops.logit_digits(rows, maximum, v_lo, v_hi, v_start, weight, *_map(logits, logit_scale, softcap))
+    mapped = _map(logits, logit_scale, softcap)
+    return _tagged(ops.logit_digits(rows, maximum, v_lo, v_hi, v_start, weight, *mapped), maximum, v_start + v_lo, v_start + v_hi, LOGITS, mapped)
 
 
 def stat_digits(logits, targets, global_rowmax, v_lo=0, v_hi=None, *, v_start=0, ignore_index=-100, logit_scale=1.0, softcap=None):
     """What columns [v_lo, v_hi) say of a row's statistics: ``(digits, least)``.
 
-    ``digits``, int64 [N, 2], add up over shards, up to 2**15; ``least``, float32 [N], the least logit above -inf (+inf if there is none), combines by ``minimum``.
+    ``digits``, int64 [N, 3], two digits and a tag, add up over shards, up to 2**15; ``least``, float32 [N], the least logit above -inf (+inf if there is none), combines by ``minimum``.
     ``targets`` are those of the whole vocabulary. The rest as in ``denom_digits``. Source: docs/SPEC.md, section 13.
     """
     rows = check.shard_rows(logits)
@@ -193,22 +215,30 @@ def stat_digits(logits, targets, global_rowmax, v_lo=0, v_hi=None, *, v_start=0,
     maximum = check.row_values("global_rowmax", global_rowmax, logits)
     v_lo, v_hi = check.columns(v_lo, v_hi, rows.shape[1])
     check.integer("ignore_index", ignore_index)
-    words = ops.stat_digits(rows, target, maximum, ignore_index, v_lo, v_hi, check.start(v_start, v_hi), *_map(logits, logit_scale, softcap))
-    return words, ops.rowleast(rows, v_lo, v_hi)
+    v_start, mapped = check.start(v_start, v_hi), _map(logits, logit_scale, softcap)
+    words = ops.stat_digits(rows, target, maximum, ignore_index, v_lo, v_hi, v_start, *mapped)
+    return _tagged(words, maximum, v_start + v_lo, v_start + v_hi, STATS, mapped), ops.rowleast(rows, v_lo, v_hi)
 
 
 def finalize_stats(stat_digits, least, den_digits, logits, targets, global_rowmax, *, ignore_index=-100, valid_vocab=None, logit_scale=1.0, softcap=None, validate=None):
     """``RowStats`` of each row, [N], from the words summed over all shards; equal bytes to those of ``cross_entropy``. Source: docs/SPEC.md, section 13.
 
-    Shards that do not add up give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError. ``logits`` [..., V] is the whole vocabulary, of which one logit a row is read.
+    Shards that do not add up give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError; ``least`` is taken as it is. ``logits`` [..., V] is the whole vocabulary, of which one
+    logit a row is read.
     """
     size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
     asked = options(logits, NONE, valid_vocab=valid_vocab, columns=size, logit_scale=logit_scale, softcap=softcap)
     state = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
-    words = check.row_values("stat_digits", stat_digits, logits, torch.int64, (STAT_WORDS,))
+    words = check.row_values("stat_digits", stat_digits, logits, torch.int64, (STAT_WORDS + 1,))
     least = check.row_values("least", least, logits)
     columns = state.rows.shape[1] if asked is None else asked.valid_vocab or state.rows.shape[1]
-    return RowStats(*ops.finalize_stats(state.words, words, least, state.target_logits, state.target, state.maximum, ignore_index, columns, *_map(logits, logit_scale, softcap)))
+    mapped = _map(logits, logit_scale, softcap)
+    words, wrong = _untagged("stat_digits", words, state.maximum, columns, STATS, mapped, check.wants_validation(validate, logits))
+    stats = RowStats(*ops.finalize_stats(state.words, words, least, state.target_logits, state.target, state.maximum, ignore_index, columns, *mapped))
+    wrong &= state.target != ignore_index
+    nan = torch.where(wrong, float("nan"), 0.0).to(torch.float32)
+    unseen = {name: torch.where(wrong, nan, getattr(stats, name)) for name in ("entropy", "max_abs")}
+    return stats._replace(**unseen, hit=stats.hit & ~wrong)
 
 
 def carry_digits(den_digits):
@@ -284,18 +314,24 @@ def finalize(
     Equal bytes to ``forward``. ``logits`` [..., V] is the whole vocabulary, of which one logit a row is read. Shards that do not add up (missing, doubled, another
     maximum, a logit above it) and targets out of range give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError naming the row.
     The options are those of ``cross_entropy``; what they return besides, float32 [N], comes after ``denom``. With ``valid_vocab`` the digits (and the maximum) are those of columns [0, valid_vocab).
-    ``label_smoothing`` needs ``logit_digits``, int64 [N, 4], summed over all shards.
+    ``label_smoothing`` needs ``logit_digits``, int64 [N, 5], summed over all shards.
     Source: docs/SPEC.md, sections 6 and 12.
     """
     size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
     more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap)
     asked = options(logits, NONE, z_loss, weight, None, valid_vocab, return_z_loss, return_lse, size, **more)
     if logit_digits is not None:
-        logit_digits = check.row_values("logit_digits", logit_digits, logits, torch.int64, (LOGIT_WORDS,))
+        logit_digits = check.row_values("logit_digits", logit_digits, logits, torch.int64, (LOGIT_WORDS + 1,))
     if (logit_digits is not None) != bool(label_smoothing):
-        expected, got = ("int64 [N, 4]", "None") if label_smoothing else ("None", "a tensor")
+        expected, got = ("int64 [N, 5]", "None") if label_smoothing else ("None", "a tensor")
         raise ValueError(f"logit_digits: expected {expected} with label_smoothing = {label_smoothing}, got {got}")
+    wrong = None
+    if logit_digits is not None:
+        columns, maximum = asked.valid_vocab or size, check.row_values("global_rowmax", global_rowmax, logits)
+        logit_digits, wrong = _untagged("logit_digits", logit_digits, maximum, columns, LOGITS, asked.map, check.wants_validation(validate, logits))
     row = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked, logit_digits)
+    if wrong is not None:
+        row = row._replace(loss=torch.where(wrong & (row.target != ignore_index), float("nan"), row.loss))
     return (row.loss, row.denom) + (row.z_loss,) * return_z_loss + (row.lse,) * return_lse
 
 
@@ -379,7 +415,7 @@ def finalize_mean(digits, count):
     ``digits`` int64 [12] or [24], the sum of all parts; ``count`` an int, or an integer tensor of one: ``num_items`` of ``cross_entropy``. Source: docs/SPEC.md, section 12.
     """
     words = check.sum_words(digits, name="digits")[:SUM_WORDS].clone()
-    words[COUNT_WORD : COUNT_WORD + 1] = options(digits, MEAN, num_items=count).num_items
+    words[COUNT_WORD : COUNT_WORD + 1] = items("count", count, digits.device)
     return ops.reduce_digits(words, True)
 
 

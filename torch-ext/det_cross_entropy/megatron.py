@@ -4,7 +4,6 @@ import sys
 
 import torch
 
-from ._options import number as _number
 from ._ranks import Ranks
 from .distributed import vocab_parallel_cross_entropy as _vocab_parallel_cross_entropy
 
@@ -21,7 +20,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=
     Args:
         vocab_parallel_logits: [s, b, V / ranks], float32, bfloat16 or float16; not written to.
         target: [s, b], int64 or int32; -100 is ignored: loss 0. Others out of range give NaN (Megatron: a number).
-        label_smoothing: in [0, 1): as Megatron has it, spread over the V - 1 other classes, which is ``label_smoothing * V / (V - 1)`` of ``cross_entropy``. V is that of
+        label_smoothing: as Megatron has it, spread over the V - 1 other classes, which is ``label_smoothing * V / (V - 1)`` of ``cross_entropy`` and may be at most 1. V is that of
             the whole vocabulary (Megatron's mean is over a rank's own columns, so that its loss depends on the number of ranks).
         tp_group: the tensor-parallel ranks; None: Megatron's own, if Megatron is in use, else the default group.
 
@@ -32,10 +31,10 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits, target, label_smoothing=
         TypeError, ValueError: as the ``vocab_parallel_cross_entropy`` of this package.
     """
     group = _default_group() if tp_group is None else tp_group
-    if label_smoothing != 0 and isinstance(vocab_parallel_logits, torch.Tensor) and vocab_parallel_logits.dim():
-        _number("label_smoothing", label_smoothing, "0 or more, less than 1", lambda x: 0 <= x < 1)
+    # what is wrong with it, or with the logits, all ranks hear of below
+    if isinstance(label_smoothing, (int, float)) and label_smoothing != 0 and isinstance(vocab_parallel_logits, torch.Tensor) and vocab_parallel_logits.dim():
         size = Ranks("tp_group", group).size * vocab_parallel_logits.shape[-1]
-        label_smoothing = min(1.0, label_smoothing * size / (size - 1)) if size > 1 else 0.0
+        label_smoothing = label_smoothing * size / max(size - 1, 1)
     return _vocab_parallel_cross_entropy(vocab_parallel_logits, target, "none", group=group, label_smoothing=label_smoothing)
 
 
