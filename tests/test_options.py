@@ -528,7 +528,7 @@ def test_more_wrong_arguments(dce):
         dce.grad_logits(torch.tensor(1.0), X, T, words, M, grad_lse=torch.ones(3))
     with pytest.raises(ValueError, match=r"digits: expected shape \(12,\) or \(24,\), got \(13,\)"):
         dce.finalize_mean(torch.zeros(13, dtype=torch.int64), 1)
-    with pytest.raises(TypeError, match="num_items: .*float"):
+    with pytest.raises(TypeError, match="count: .*float"):
         dce.finalize_mean(sums, 1.0)
     with pytest.raises(ValueError, match=r"weight: expected shape \[V\]"):
         dce.loss_digits(torch.ones(4), T, weight=torch.ones(7, 1))
