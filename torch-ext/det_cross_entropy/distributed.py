@@ -163,7 +163,7 @@ def vocab_parallel_cross_entropy(
             label_smoothing, 20 for return_stats, and 96 in all over dp_group for weights and as many for return_z_loss.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
             both groups alike, at the cost of a few messages and a wait for the device. Where a rank's ``group`` or ``dp_group`` itself is wrong, those who wait for it there get the
-            backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens are an
+            backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens, and label smoothing or statistics on some ranks only, are an
             error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
 
     Returns:

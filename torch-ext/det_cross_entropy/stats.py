@@ -28,7 +28,7 @@ class RowStats(NamedTuple):
     lse: torch.Tensor  # float32: log(sum(exp(logits))), nats
     logprob: torch.Tensor  # float32: log-probability of the target, nats; at most 0: the plain cross-entropy with its sign changed
     entropy: torch.Tensor  # float32: of the softmax, nats
-    max_abs: torch.Tensor  # float32: the greatest absolute value of the logits above -inf, in their units
+    max_abs: torch.Tensor  # float32: the greatest absolute value of the logits above -inf, scaled and capped as the loss takes them
     hit: torch.Tensor  # bool: the target has the greatest logit, and is the first that has it
 
 
@@ -68,7 +68,7 @@ class LossStats:
     depend on, and each result is rounded once. Up to 2**39 tokens, of up to 2**30 calls of ``of``.
 
     Properties are tensors of shape [] on the device of the logits: nothing waits for it. Methods that give Python numbers do. With options of the loss (z-loss, weights,
-    smoothing) these remain the statistics of the plain cross-entropy. Of no tokens, means are NaN. Source: docs/SPEC.md, section 14.
+    smoothing) these remain the statistics of the plain cross-entropy (of the logits as ``logit_scale``, ``softcap`` and ``valid_vocab`` leave them). Of no tokens, means are NaN. Source: docs/SPEC.md, section 14.
     """
 
     def __init__(self, device=None):
@@ -144,7 +144,7 @@ class LossStats:
 
     @property
     def loss(self):
-        """The mean cross-entropy of a token, float32, nats: that of ``cross_entropy`` without options, of all tokens in one batch."""
+        """The mean cross-entropy of a token, float32, nats: that of ``cross_entropy`` with no option but ``logit_scale``, ``softcap`` and ``valid_vocab``, of all tokens in one batch."""
         return ops.reduce_digits(self._words[:SUM_WORDS], True)
 
     @property
