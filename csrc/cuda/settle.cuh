@@ -85,6 +85,7 @@ constexpr int kSettleThreads = 256, kSettleResident = 2;  // blocks a processor
 template <class T, bool kGrad, bool kExtras>
 __global__ void __launch_bounds__(kSettleThreads, kSettleResident)
     settle_kernel(const Rows rows, const RowExtras extras, const RowOutputs out, int64_t rows_a_block, int64_t* batch_words, int64_t* parts, const Total total) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900  // for rows of the fused kernel, which there is from 9.0 on
   constexpr int kThreads = kSettleThreads, kWarps = kThreads / kWarp;
   __shared__ SumScratch<kThreads> scratch;
   __shared__ RowScale shared_scale;
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(kSettleThreads, kSettleResident)
   if (total.out == nullptr) return;
   __syncthreads();
   add_parts_to_batch<kThreads>(block_words, parts, batch_words, total);
+#endif
 }
 
 }  // namespace cuda
