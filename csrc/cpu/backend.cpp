@@ -120,8 +120,9 @@ void by_pieces(const Logits& logits, const Targets& ignored, const Shard& shard,
 
 namespace {
 
-// Rows that `ignored` marks are not read.
-void row_max_of(const Logits& logits, const Targets& ignored, const Shard& shard, float* out) {
+// The greatest of the pieces' order images, as image(loops, x, n) gives them; rows that `ignored` marks are not read. Then done(image, row).
+template <class Image, class Done>
+void greatest_of(const Logits& logits, const Targets& ignored, const Shard& shard, const Image& image_of, const Done& done) {
   const int64_t n = shard.hi - shard.lo;
   const Cut cut(logits.rows, n);
   std::vector<int32_t> image(logits.rows * cut.pieces, kImageOfNegInf);
@@ -130,14 +131,19 @@ void row_max_of(const Logits& logits, const Targets& ignored, const Shard& shard
     parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
       const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
       const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0 && !is_ignored(ignored, row)) image[i] = loops_for(T{}).max_image(x, left < cut.length ? left : cut.length);
+      if (left > 0 && !is_ignored(ignored, row)) image[i] = image_of(loops_for(T{}), x, left < cut.length ? left : cut.length);
     });
   });
-  for (int64_t i = 0; i < logits.rows * cut.pieces; ++i) {
-    int32_t& first = image[i / cut.pieces * cut.pieces];
-    if (image[i] > first) first = image[i];
+  for (int64_t row = 0; row < logits.rows; ++row) {
+    int32_t greatest = kImageOfNegInf;
+    for (int64_t piece = 0; piece < cut.pieces; ++piece) greatest = image[row * cut.pieces + piece] > greatest ? image[row * cut.pieces + piece] : greatest;
+    done(greatest, row);
   }
-  for (int64_t row = 0; row < logits.rows; ++row) out[row] = from_order_image(image[row * cut.pieces]);
+}
+
+void row_max_of(const Logits& logits, const Targets& ignored, const Shard& shard, float* out) {
+  greatest_of(
+      logits, ignored, shard, [](const auto& loops, const auto* x, int64_t n) { return loops.max_image(x, n); }, [&](int32_t image, int64_t row) { out[row] = from_order_image(image); });
 }
 
 void digits_of_rows(const Logits& logits, const Targets& ignored, const float* row_max, const Shard& shard, const LogitMap& map, int64_t* digits) {
@@ -183,22 +189,9 @@ void logit_digits(const Logits& logits, const float* row_max, const Shard& shard
 }
 
 void row_least(const Logits& logits, const Targets& ignored, const Shard& shard, float* out, Context) {
-  const int64_t n = shard.hi - shard.lo;
-  const Cut cut(logits.rows, n);
-  std::vector<float> least(logits.rows * cut.pieces, HUGE_VALF);
-  with_dtype(logits.dtype, [&](auto type) {
-    using T = decltype(type);
-    parallel(logits.rows * cut.pieces, cut.length, [&](int64_t i) {
-      const int64_t row = i / cut.pieces, begin = i % cut.pieces * cut.length, left = n - begin;
-      const T* x = static_cast<const T*>(logits.data) + row * logits.row_stride + shard.lo + begin;
-      if (left > 0 && !is_ignored(ignored, row)) least[i] = loops_for(T{}).least(x, left < cut.length ? left : cut.length);
-    });
-  });
-  for (int64_t row = 0; row < logits.rows; ++row) {
-    float all = HUGE_VALF;
-    for (int64_t piece = 0; piece < cut.pieces; ++piece) all = least[row * cut.pieces + piece] < all ? least[row * cut.pieces + piece] : all;
-    out[row] = canonical_max(all);
-  }
+  greatest_of(
+      logits, ignored, shard, [](const auto& loops, const auto* x, int64_t n) { return order_image(-loops.least(x, n)); },
+      [&](int32_t image, int64_t row) { out[row] = canonical_max(-from_order_image(image)); });
 }
 
 void stat_digits(const Logits& logits, const Targets& targets, const float* row_max, const Shard& shard, const LogitMap& map, int64_t* stat_words, Context) {

@@ -25,8 +25,11 @@ struct Loops {
   struct VectorTerm {
     F z, t;
   };
-  // dce::term, lane by lane
-  DCE_FN VectorTerm vector_term(F x) {
+  // What dce::term and dce::minus_tanh_half have in common: e^r = 1 + q r.
+  struct Reduced {
+    F z, r, q;
+  };
+  DCE_FN Reduced reduced(F x) {
     const F z = V::fma(x, V::set(kLog2e), V::set(kMagic));
     const F minus_n = V::sub(V::set(kMagic), z);
     F r = V::fma(minus_n, V::set(kLn2Hi), x);
@@ -35,8 +38,12 @@ struct Loops {
     q = V::fma(q, r, V::set(kC4));
     q = V::fma(q, r, V::set(kC3));
     q = V::fma(q, r, V::set(kC2));
-    q = V::fma(q, r, V::set(1.0f));
-    return {z, V::fma(q, r, V::set(kOffset))};
+    return {z, r, V::fma(q, r, V::set(1.0f))};
+  }
+  // dce::term, lane by lane
+  DCE_FN VectorTerm vector_term(F x) {
+    const Reduced e = reduced(x);
+    return {e.z, V::fma(e.q, e.r, V::set(kOffset))};
   }
 
   DCE_FN F absolute(F x) { return V::from(V::and_u(V::bits(x), V::set_u(0x7FFFFFFFu))); }
@@ -45,17 +52,9 @@ struct Loops {
     if (m.cap == 0.0f) return V::mul(x, V::set(m.scale));
     const F w = absolute(V::mul(x, V::set(m.doubled))), end = V::set(kTanhEnd), one = V::set(1.0f);
     const F s = V::sub(V::set(-0.0f), V::select(V::less(w, end), w, end));
-    const F z = V::fma(s, V::set(kLog2e), V::set(kMagic));
-    const F minus_n = V::sub(V::set(kMagic), z);
-    F r = V::fma(minus_n, V::set(kLn2Hi), s);
-    r = V::fma(minus_n, V::set(kLn2Lo), r);
-    F q = V::fma(V::set(kC6), r, V::set(kC5));
-    q = V::fma(q, r, V::set(kC4));
-    q = V::fma(q, r, V::set(kC3));
-    q = V::fma(q, r, V::set(kC2));
-    q = V::fma(q, r, one);
-    const F power = V::from(V::add_u(V::template shift_left<23>(V::bits(z)), V::set_u(0x3F800000u)));
-    const F e = V::fma(power, V::mul(q, r), V::sub(power, one));
+    const Reduced of = reduced(s);
+    const F power = V::from(V::add_u(V::template shift_left<23>(V::bits(of.z)), V::set_u(0x3F800000u)));
+    const F e = V::fma(power, V::mul(of.q, of.r), V::sub(power, one));
     const F minus_d = V::sub(V::set(-2.0f), e);
     F y = V::fma(V::fma(V::set(-kRecip2), minus_d, V::set(kRecip1)), V::sub(V::set(0.0f), minus_d), V::set(kRecip0));
     for (int i = 0; i < 2; ++i) y = V::fma(V::fma(minus_d, y, one), y, y);

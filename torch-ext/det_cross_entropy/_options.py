@@ -1,6 +1,5 @@
 """What a caller asks of the loss beyond the plain one, as one value that travels through the package. docs/SPEC.md, section 12."""
 
-import math
 from typing import NamedTuple, Optional
 
 import torch

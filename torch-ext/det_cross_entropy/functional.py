@@ -226,7 +226,7 @@ def finalize_stats(stat_digits, least, den_digits, logits, targets, global_rowma
     Shards that do not add up give NaN, and with ``validate`` (as in ``cross_entropy``) a ValueError; ``least`` is taken as it is. ``logits`` [..., V] is the whole vocabulary, of which one
     logit a row is read.
     """
-    size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
+    size = _size(logits)
     asked = options(logits, NONE, valid_vocab=valid_vocab, columns=size, logit_scale=logit_scale, softcap=softcap)
     state = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
     words = check.row_values("stat_digits", stat_digits, logits, torch.int64, (STAT_WORDS + 1,))
@@ -236,8 +236,7 @@ def finalize_stats(stat_digits, least, den_digits, logits, targets, global_rowma
     words, wrong = _untagged("stat_digits", words, state.maximum, columns, STATS, mapped, check.wants_validation(validate, logits))
     stats = RowStats(*ops.finalize_stats(state.words, words, least, state.target_logits, state.target, state.maximum, ignore_index, columns, *mapped))
     wrong &= state.target != ignore_index
-    nan = torch.where(wrong, float("nan"), 0.0).to(torch.float32)
-    unseen = {name: torch.where(wrong, nan, getattr(stats, name)) for name in ("entropy", "max_abs")}
+    unseen = {name: torch.where(wrong, float("nan"), getattr(stats, name)) for name in ("entropy", "max_abs")}
     return stats._replace(**unseen, hit=stats.hit & ~wrong)
 
 
@@ -251,6 +250,11 @@ def carry_digits(den_digits):
         words[i + 1] = words[i + 1] + (words[i] >> 32)
         words[i] = words[i] & 0xFFFFFFFF
     return torch.stack(words, -1)
+
+
+def _size(logits):
+    """V, or None of what is no logits, which a later check says."""
+    return logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
 
 
 class _RowState(NamedTuple):
@@ -317,7 +321,7 @@ def finalize(
     ``label_smoothing`` needs ``logit_digits``, int64 [N, 5], summed over all shards.
     Source: docs/SPEC.md, sections 6 and 12.
     """
-    size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
+    size = _size(logits)
     more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap)
     asked = options(logits, NONE, z_loss, weight, None, valid_vocab, return_z_loss, return_lse, size, **more)
     if logit_digits is not None:
@@ -368,7 +372,7 @@ def grad_logits(
 
     Source: docs/SPEC.md, sections 7 and 12.
     """
-    size = logits.shape[-1] if isinstance(logits, torch.Tensor) and logits.dim() else None
+    size = _size(logits)
     more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap)
     asked = options(logits, MEAN, z_loss, weight, num_items, valid_vocab, False, grad_lse is not None, size, **more)
     row = _row_state(den_digits, logits, targets, global_rowmax, ignore_index, validate, asked)
