@@ -268,6 +268,32 @@ def check_corners(dce):
     return different
 
 
+def check_ranks(dce, seed):
+    """What ranks send each other of a row beside its digits, and what sums of that settle: the GPU against the CPU."""
+    ops, generator, different = dce._registration.ops, torch.Generator().manual_seed(seed), []
+    rows, columns, start = 1000, 300, 600
+    t = torch.randint(-5, 4 * columns, (rows,), generator=generator)
+    t[::7] = -100
+    weight = torch.rand(4 * columns, generator=generator)
+    half = torch.randint(2**32, (rows,), generator=generator)
+    sums = torch.zeros(9 * rows, dtype=torch.int64)
+    sums[8 * rows :] = torch.tensor([0, 1, 2, -1, -(2**31)])[half % 5] * 2**32 + half * (half % 3 > 0)
+    options = (), (1e-3, 0, weight), (0.0, 850, None, 0.1, 1.5, 20.0, True), (0.0, 0, weight, 0.1, 1.0, 0.0, True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = (torch.randn(rows, columns + 3, generator=generator) * 4).to(dtype)[:, 2 : columns + 2]
+        for index, more in enumerate(options):
+            seen = []
+            for device in ("cpu", "cuda"):
+                own, ids = x.to(device), t.to(device, (torch.int64, torch.int32)[index % 2])
+                images = ops.order_images(ops.rowmax(own, 0, columns))
+                words = ops.shard_words(own, ids, images, -100, 1, (7, -1)[index % 2], start, *(o.to(device) if isinstance(o, torch.Tensor) else o for o in more))
+                settled = [y for ignored in (-100, -1) for y in ops.settle_targets(sums.to(device), ids, ignored)]
+                seen.append([dce.digest(y) for y in (images, *words, *settled)])
+            if seen[0] != seen[1]:
+                different.append(f"words between ranks, {dtype}, options {index}: {[i for i, (a, b) in enumerate(zip(*seen)) if a != b]}")
+    return different
+
+
 def time_options(dce):
     """Milliseconds of a training step with each option, beside the plain one."""
     table = {}
@@ -563,6 +589,7 @@ def main():
     record("corners", check_corners(dce))
     record("compile", check_compile(dce))
     record("bad targets", check_bad_targets(dce))
+    record("words between ranks", check_ranks(dce, args.seed))
     record("sums of squares", check_squares(dce, 2 * args.cases, args.seed))
     if not args.skip_large:
         record("large", check_large(dce))

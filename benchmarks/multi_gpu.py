@@ -6,7 +6,7 @@
     python benchmarks/multi_gpu.py --device cpu --processes 3                               # the same over gloo, small
 
 Checked: loss and gradient against the CPU, and 20 training steps of examples/tensor_parallel_lm.py against one process, for even, uneven and shuffled shards; a captured
-graph; a NaN on one rank; overlap, gap, stale maximum, different targets. Exits with 1 if anything differs. Times come from the first setting only.
+graph; the bytes that are sent; a NaN on one rank; overlap, gap, stale maximum, different targets. Exits with 1 if anything differs. Times come from the first setting only.
 """
 
 import argparse
@@ -119,6 +119,14 @@ class Checks:
             self.digests[f"training, {layers} layers"] = self.dce.digest(losses)[:16]
         self.expect(losses[-1] < losses[0] - 0.5, "the example does not learn")
 
+    def payload(self):
+        """The bytes a token that all-reduces are given."""
+        x, t = torch.zeros(7, 4, device=self.device), torch.zeros(7, dtype=torch.int64, device=self.device)
+        for kw, size in (({}, 76), ({"label_smoothing": 0.1}, 108), ({"return_stats": True}, 96), ({"label_smoothing": 0.1, "return_stats": True}, 128)):
+            with counting() as sent:
+                self.dce.vocab_parallel_cross_entropy(x, t, validate=False, **kw)
+            self.expect(len(sent) == 2 and sum(sent) == size * len(t), f"{sent} bytes sent of {len(t)} tokens with {kw}, expected {size} a token")
+
     def graph(self):
         """Forward and backward with both all-reduces, captured and replayed on other values."""
         if self.device.type != "cuda":
@@ -197,6 +205,9 @@ class Checks:
         other = targets.clone()
         other[4] = (other[4] + (self.rank == last)) % (width * self.world)
         outcome("different targets", x, other, start, rows_of=4)
+        other = targets.clone()
+        other[9] = -100 if self.rank == last else other[9]
+        outcome("ignored on one rank", x, other, start, rows_of=9)
 
         Ranks = self.dce._ranks.Ranks
         honest = Ranks.all_reduce
@@ -346,7 +357,7 @@ def run(args):
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     dce = local_kernel.load()
     checks = Checks(dce, device)
-    for check in (checks.bytes, checks.training, checks.graph, checks.wrong):
+    for check in (checks.bytes, checks.payload, checks.training, checks.graph, checks.wrong):
         check()
     failures = [None] * checks.world
     dist.all_gather_object(failures, checks.failures)

@@ -305,10 +305,10 @@ std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targe
   Tensor max = empty(logits, {x.rows}, ScalarType::Float);
   if (x.rows > 0) {
     int64_t* digits = words.mutable_data_ptr<int64_t>();
-    int64_t* owner = digits + kWords * x.rows;
-    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, Agreement{salt, weight, classes}, max.mutable_data_ptr<float>(), owner, owner + x.rows);
+    int64_t* of_ranks = digits + kWords * x.rows;
+    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, Agreement{salt, weight, classes}, max.mutable_data_ptr<float>(), of_ranks);
     DCE_CALL(logits, denom_digits, x, max.const_data_ptr<float>(), own, map, digits);
-    int64_t* more = owner + kRankWords * x.rows;
+    int64_t* more = of_ranks + kRankWords * x.rows;
     if (smooth) {
       STD_TORCH_CHECK(classes.data == nullptr || classes.size >= v_start + x.columns, "weight: expected at least ", v_start + x.columns, " classes, got ", classes.size);
       DCE_CALL(logits, logit_digits, x, max.const_data_ptr<float>(), own, map, classes, more);
@@ -327,8 +327,8 @@ std::tuple<Tensor, Tensor> settle_targets(const Tensor& words, const Tensor& tar
   const Targets t = view_targets(targets, words, rows, ignore_index);
   Tensor settled = empty(targets, {rows}, targets.scalar_type());
   Tensor target_logits = empty(targets, {rows}, ScalarType::Float);
-  const int64_t* owner = words.const_data_ptr<int64_t>() + kWords * rows;
-  if (rows > 0) DCE_CALL(words, settle_targets, owner, owner + rows, t, rows, settled.mutable_data_ptr(), target_logits.mutable_data_ptr<float>());
+  const int64_t* of_ranks = words.const_data_ptr<int64_t>() + kWords * rows;
+  if (rows > 0) DCE_CALL(words, settle_targets, of_ranks, t, rows, settled.mutable_data_ptr(), target_logits.mutable_data_ptr<float>());
   return {settled, target_logits};
 }
 

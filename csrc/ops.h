@@ -41,8 +41,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> finalize_stats(const Tensor& 
                                                                   double softcap);
 // Between ranks: int32 images, whose integer maximum is the image of the maximum.
 Tensor order_images(const Tensor& x);
-// words, rowmax: all that a rank adds to the others', int64 [10 N] (N x 8 words of denom_digits, N owner's words, N of agreement; with smoothing N x 4 of logit_digits more; with
-// stats N x 2 of stat_digits), and the maxima of the images.
+// words, rowmax: all that a rank adds to the others', int64 [9 N] (N x 8 words of denom_digits, N of ranks.h; with smoothing N x 4 of logit_digits more; with stats N x 2 of
+// stat_digits), and the maxima of the images.
 // mode: any number that the ranks must have in common, beside ignore_index and N; weight: see Agreement.
 std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start,
                                        double z_loss, int64_t valid_vocab, const std::optional<Tensor>& class_weights, double label_smoothing, double logit_scale, double softcap,

@@ -24,6 +24,7 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     divide(words, by)                           the mean, by "count" or "weights"
     stat_words(row, t, M, lo, hi, v_start)      (2 ints, the least logit above -inf), section 13
     row_stats(stats, least, words, row, t, M)   RowStats(lse, logprob, entropy, max_abs, hit)
+    rank_word(t, salt, c, logit, w)             an int modulo 2^64, section 11; agreed(word, t, ignore): (target, its logit)
     square_words(values)                        21 ints, section 15
     norm(words)                                 float
 
@@ -692,6 +693,36 @@ def batch(rows, targets, reduction, ignore_index=-100):
     losses = [f.loss for f in finals]
     words = loss_words(losses, targets, ignore_index)
     return (losses if reduction == "none" else reduce(words, reduction)), finals, maxima, words
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Between ranks (section 11)
+
+
+def rank_salt(ignore_index, reduction, rows, lam=0.0, valid=0, weighted=False, epsilon=0.0, sigma=1.0, kappa=None):
+    parts = [ignore_index, ("none", "mean", "sum").index(reduction), rows]
+    if lam or valid or weighted:
+        parts += [bits64(lam), valid]
+    if epsilon or (sigma, kappa) != (1.0, None):
+        parts += [bits64(epsilon), bits32(f32(sigma)), 0 if kappa is None else bits32(f32(kappa))]
+    return functools.reduce(lambda salt, part: mix64((salt + part) & MASK64), parts, 0)
+
+
+def rank_word(t, salt, c, logit=None, w=None):
+    """Of a rank with share c of the agreement. logit: the target's, if the rank has it; w: the weight of its class, if there are any."""
+    h = mix64((salt + t) & MASK64)
+    if w is not None:
+        h = mix64((h + bits32(w)) & MASK64)
+    return ((h >> 32) * c * 2**32 + (0 if logit is None else 2**32 + bits32(logit))) & MASK64
+
+
+def agreed(word, t, ignore_index=-100):
+    high, low = divmod(word, 2**32)
+    if word == 0:
+        return t, NAN
+    if high == 1 and t != ignore_index:
+        return t, from_bits32(low)
+    return (-2 if ignore_index == -1 else -1), NAN
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,7 +21,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._utils import ExplicitRedistributionContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+import oracle
 import processes
 from cases import DTYPES, INF, NAN
 from conftest import ROOT, load_kernel
@@ -322,6 +325,89 @@ def options_go_wrong(dce, rank, groups):
     return seen
 
 
+def differing(rank, odd, case):
+    """(targets, reduction, keywords) of a rank where `odd` has one input that the others do not."""
+    targets, mine, kw = SMALL_TARGETS.clone(), rank == odd, {}
+    if case == "target":
+        targets[2] += mine
+    elif case == "ignored here":
+        targets[2] = -100 if mine else targets[2]
+    elif case == "ignored elsewhere":
+        targets[2] = targets[2] if mine else -100
+    elif case == "out of range":
+        targets[2] = SMALL_V if mine else targets[2]
+    elif case == "weight":
+        kw["weight"] = torch.ones(SMALL_V)
+        kw["weight"][SMALL_TARGETS[2]] += mine
+    elif case != "reduction":
+        kw[case] = ONE_OR_OTHER[case][mine]
+    return targets, "sum" if case == "reduction" and mine else "mean", kw
+
+
+ONE_OR_OTHER = {
+    "ignore_index": (-100, -1), "z_loss": (0.1, 0.2), "valid_vocab": (30, 31), "label_smoothing": (0.1, 0.2), "logit_scale": (1.5, 1.0), "softcap": (20.0, None),
+}
+DIFFERENT = ["target", "ignored here", "ignored elsewhere", "out of range", "weight", "reduction", *ONE_OR_OTHER]
+
+
+def one_rank_differs(dce, rank, groups):
+    """{(ranks, the odd one, case): (losses, which rows of the gradient are all NaN, the mean, error)}."""
+    seen = {}
+    for world in (2, 3, 4, 8):
+        if rank >= world:
+            continue
+        lo, hi = chunks(SMALL_V, world)[rank]
+        for odd, case in itertools.product(sorted({0, 1, world - 1}), DIFFERENT):
+            targets, reduction, kw = differing(rank, odd, case)
+            leaf = SMALL[:, lo:hi].clone().requires_grad_()
+            call = lambda reduction, validate: dce.vocab_parallel_cross_entropy(leaf, targets, reduction, group=groups[world], vocab_start=lo, validate=validate, **kw)
+            losses = None if case == "reduction" else call("none", False)
+            if losses is not None:
+                losses.sum().backward()
+            mean = call(reduction, False)
+            seen[world, odd, case] = losses, leaf.grad, mean, error_of(lambda: call(reduction, True))
+    return seen
+
+
+class Collectives(TorchDispatchMode):
+    """All that is sent: (operation, bytes)."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
+            self.sent.append((func.overloadpacket.__name__, sum(x.numel() * x.element_size() for x in tensors)))
+        return func(*args, **kwargs or {})
+
+    def __enter__(self):
+        self.sent = []
+        return super().__enter__()
+
+
+PAYLOADS = {
+    # bytes a token: keywords
+    76: dict(z_loss=1e-3, weight=torch.ones(SMALL_V), valid_vocab=29, logit_scale=1.5, softcap=20.0, return_lse=True),
+    108: dict(label_smoothing=0.1),
+    96: dict(return_stats=True),
+    128: dict(label_smoothing=0.1, return_stats=True, weight=torch.ones(SMALL_V)),
+}
+
+
+def payload(dce, rank, groups):
+    """{(ranks, bytes a token that are allowed, reduction): what was sent, forward and backward}; 0: with no option."""
+    seen = {}
+    for world in WORLDS:
+        if rank >= world:
+            continue
+        lo, hi = chunks(SMALL_V, world)[rank]
+        for (allowed, kw), reduction in itertools.product([(0, {}), *PAYLOADS.items()], REDUCTIONS):
+            leaf = SMALL[:, lo:hi].clone().requires_grad_()
+            with Collectives() as collectives:
+                out = dce.vocab_parallel_cross_entropy(leaf, SMALL_TARGETS.clamp(max=28), reduction, group=groups[world], vocab_start=lo, validate=False, **kw)
+                (out[0] if isinstance(out, tuple) else out).sum().backward()
+            seen[world, allowed, reduction] = collectives.sent
+    return seen
+
+
 def wrong_only_with_validate(dce, rank, groups):
     """What would hang, or fail in the backend, if nobody looked first."""
     alone = [dist.new_group([r]) for r in range(8)][rank]
@@ -379,6 +465,27 @@ def lying_maximum(dce, rank, groups):
         finally:
             Ranks.all_reduce = honest
     return seen
+
+
+def a_word_that_was_changed(dce, rank, groups):
+    """Ranks that agree, and a sum of words that says that they do not."""
+    if rank >= 3:
+        return None
+    Ranks = dce._ranks.Ranks
+    honest = Ranks.all_reduce
+
+    def all_reduce(self, tensor, op=None):
+        honest(self, tensor, op)
+        if op is None:
+            tensor[8 * SMALL_N + 2] += 2 ** 40
+        return tensor
+
+    Ranks.all_reduce = all_reduce
+    try:
+        call = lambda validate: dce.vocab_parallel_cross_entropy(SMALL[:, 10 * rank : 10 * rank + 10], SMALL_TARGETS, "none", group=groups[3], validate=validate)
+        return call(False), error_of(lambda: call(True))
+    finally:
+        Ranks.all_reduce = honest
 
 
 def spread(total, parts):
@@ -709,7 +816,8 @@ def autograd(dce, rank, groups):
 
 
 PARTS = [
-    every_cut, with_options, options_of_tokens, options_go_wrong, training, wrong, wrong_only_with_validate, lying_maximum, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors,
+    every_cut, with_options, options_of_tokens, options_go_wrong, training, wrong, one_rank_differs, payload, wrong_only_with_validate, lying_maximum,
+    a_word_that_was_changed, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors,
     dtensor_errors, dtensors_that_differ, shard_orders, drop_ins, autograd,
 ]
 
@@ -722,7 +830,7 @@ def worker(rank, world):
 
 @pytest.fixture(scope="module")
 def seen():
-    return processes.run(worker, max(WORLDS))
+    return processes.run(worker, max(WORLDS), seconds=300)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -842,6 +950,57 @@ def test_ranks_that_do_not_agree(dce, seen, case):
     assert len(errors) == 1, errors
     kind, text = errors.pop()
     assert kind == "ValueError" and re.search(message, text), text
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_one_rank_differs(dce, seen, world, case):
+    """NaN on every rank, in loss and gradient, in the row alone that the input is of; with validate one error on all, which names input and ranks."""
+    right = dce.cross_entropy(SMALL, SMALL_TARGETS, "none")
+    expect_nan = torch.ones(SMALL_N, dtype=torch.bool) if case not in DIFFERENT[:5] else torch.arange(SMALL_N) == 2
+    for odd in sorted({0, 1, world - 1}):
+        outcomes = [r["one_rank_differs"][world, odd, case] for r in seen[:world]]
+        for losses, grad, mean, _ in outcomes:
+            assert mean.isnan(), odd
+            if losses is not None:
+                assert torch.equal(losses.isnan(), expect_nan) and torch.equal(losses[~expect_nan], right[~expect_nan]), odd
+                assert torch.equal(grad.isnan().all(1), expect_nan) and torch.equal(grad.isnan().any(1), expect_nan), odd
+        errors = {error for *_, error in outcomes}
+        assert len(errors) == 1, errors
+        kind, text = errors.pop()
+        if case in DIFFERENT[:4]:
+            held = ", ".join(f"rank {r} has {int(differing(r, odd, case)[0][2])}" for r in range(world))
+            assert (kind, text) == ("ValueError", f"targets: row 2: the ranks have different targets: {held}")
+        else:
+            assert kind == "ValueError" and re.match(rf"{case}: rank {odd or 1} has .*, rank 0 has ", text), text
+
+
+def test_bytes_a_token(seen):
+    """What vocab_parallel_cross_entropy sends: two all-reduces, 128 bytes a token at most; backward sends nothing."""
+    assert max(PAYLOADS) == 128
+    for world, (allowed, reduction) in itertools.product(WORLDS, itertools.product([0, *PAYLOADS], REDUCTIONS)):
+        for r in seen[:world]:
+            sent = r["payload"][world, allowed, reduction]
+            assert [name for name, _ in sent] == ["allreduce_"] * 2, sent
+            assert sum(size for _, size in sent) == (allowed or 76) * SMALL_N, (allowed, sent)
+
+
+def test_a_word_that_was_changed(dce, seen):
+    right = dce.cross_entropy(SMALL, SMALL_TARGETS, "none")
+    outcomes = [r["a_word_that_was_changed"] for r in seen[:3]]
+    for losses, error in outcomes:
+        assert losses.isnan().tolist() == [False, False, True, False, False, False] and torch.equal(losses[[0, 1, 3, 4, 5]], right[[0, 1, 3, 4, 5]])
+        assert error == ("ValueError", "targets: row 2: the ranks do not agree on it: on the target, 12 here, its weight, or another argument (found by rank 0, 1, 2)")
+
+
+def test_what_the_ranks_found(dce):
+    """One exception of findings: of the first row that any rank found wrong; other targets before all else."""
+    Finding, problem = dce._ranks.Finding, lambda *found: str(dce._ranks.rows_problem(found))
+    a, b, c = Finding(0, 4, 7, "x: four"), Finding(2, 4, 7, "y"), Finding(3, 4, 8, "z")
+    assert dce._ranks.rows_problem([None, None]) is None
+    assert problem(a, None, b) == "x: four (found by rank 0, 2)"
+    assert problem(a, b, c) == "targets: row 4: the ranks have different targets: rank 0 has 7, rank 2 has 7, rank 3 has 8"
+    assert problem(a, Finding(1, 2, 3, "w"), c) == "w (found by rank 1)"
 
 
 @pytest.mark.parametrize("case, kind, message", [
@@ -1224,28 +1383,91 @@ def test_only_an_exact_cover_is_a_vocabulary(data):
     assert (said is None) == exact, (shards, said)
 
 
+def rank_words(dce, t, weight, start=0, ignore_index=-100, mode=1, x=torch.zeros(3, 2), *more):
+    """A rank's word of each row. weight: its share of the agreement."""
+    ops, rows = dce._ops.ops, len(t)
+    images = ops.order_images(ops.rowmax(x[:rows], 0, x.shape[1]))
+    return ops.shard_words(x[:rows], t, images, ignore_index, mode, weight, start, *more)[0][8 * rows : 9 * rows]
+
+
 def test_mode_and_rows_are_part_of_the_agreement(dce):
-    ops = dce._ops.ops
-    x, t = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
-    images = ops.order_images(ops.rowmax(x, 0, 2))
-    agreement = lambda ignore, mode, weight, rows=3: ops.shard_words(x[:rows], t[:rows], images[:rows], ignore, mode, weight, 0)[0][9 * rows:]
-    assert (agreement(-100, 1, 1) + agreement(-100, 1, -1) == 0).all()
-    for other in (agreement(-1, 1, -1), agreement(-100, 2, -1)):
-        assert (agreement(-100, 1, 1) + other != 0).all()
-    assert (agreement(-100, 1, 1)[:2] + agreement(-100, 1, -1, 2) != 0).all()
+    t = torch.tensor([5, -100, 2 ** 40])                        # which no rank has
+    first, second = rank_words(dce, t, 1), rank_words(dce, t, -1)
+    assert (first + second == 0).all() and (first & 0xFFFFFFFF == 0).all()
+    for other in (rank_words(dce, t, -1, ignore_index=-1), rank_words(dce, t, -1, mode=2), rank_words(dce, t + 1, -1)):
+        assert ((first + other) >> 32 != 0).all()
+    assert (first[:2] + rank_words(dce, t[:2], -1) != 0).all()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8, 2 ** 16 + 1, 2 ** 31])
+def test_words_of_ranks_that_agree_add_up(dce, world):
+    """To 0, or to 2^32 and the bits of the logit that one of them has, whatever those are."""
+    values = torch.tensor([1.5, -1.5, 0.0, -0.0, NAN, -NAN, INF, -INF, 3e38, -3e38])
+    t = torch.zeros(10, dtype=torch.int64)
+    words = lambda weight, start: rank_words(dce, t, weight, start, -100, 1, values[:, None])
+    others = (world - 1) * words(-1, 7)                         # modulo 2^64, as all sums of words
+    assert (words(world - 1, 7) + others == 0).all()
+    bits = values.view(torch.int32).long() & 0xFFFFFFFF
+    assert torch.equal(words(world - 1, 0) + others, 2 ** 32 + bits)
+    settled, logits = dce._ops.ops.settle_targets(torch.cat([torch.zeros(80, dtype=torch.int64), 2 ** 32 + bits]), t, -100)
+    assert torch.equal(settled, t) and torch.equal(logits.view(torch.int32), values.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_words_of_ranks_are_the_oracles(dce, dtype):
+    x = torch.randn(8, 5, generator=torch.Generator().manual_seed(2)).to(DTYPES[dtype])
+    t = torch.tensor([0, 9, 10, 14, 15, -100, -7, 2 ** 40])     # the rank has columns 10 to 14
+    weight = torch.linspace(0.5, 1.5, 15)
+    for mode, c, lam, valid, w, epsilon, sigma, kappa in [
+        (1, -1, 0.0, 0, None, 0.0, 1.0, None), (2, 7, 0.0, 0, None, 0.0, 1.0, None), (0, 0, 0.1, 0, None, 0.0, 1.0, None), (1, 2 ** 31 - 1, 0.0, 14, None, 0.0, 1.0, None),
+        (1, -1, 0.0, 0, weight, 0.0, 1.0, None), (1, 3, 0.0, 0, None, 0.1, 1.0, None), (1, -1, 0.3, 15, weight, 0.2, 0.7, 20.0), (2, 1, 0.0, 0, None, 0.0, 0.5, None), (0, 1, 0.0, 0, None, 0.0, 1.0, 3.0),
+    ]:
+        for ignore_index in (-100, -7):
+            salt = oracle.rank_salt(ignore_index, ("none", "mean", "sum")[mode], 8, lam, valid, w is not None, epsilon, sigma, kappa)
+            expected = []
+            for row, target in zip(x.double().tolist(), t.tolist()):
+                own = 10 <= target < 15 and target != ignore_index
+                of_class = None if w is None else w[target].item() if 0 <= target < 15 else NAN
+                expected.append(oracle.rank_word(target, salt, c, row[target - 10] if own else None, of_class))
+            got = rank_words(dce, t, c, 10, ignore_index, mode, x, lam, valid, w, epsilon, sigma, kappa or 0.0, True)
+            assert [word & oracle.MASK64 for word in got.tolist()] == expected, (mode, c, ignore_index)
+
+
+@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_what_a_sum_of_words_says_is_the_oracles(kind, data):
+    dce, rows = load_kernel(), 6
+    high = st.one_of(st.sampled_from([0, 1, 2, 3, 2 ** 31 - 1, 2 ** 31, 2 ** 32 - 1]), st.integers(0, 2 ** 32 - 1))
+    low = st.one_of(st.sampled_from([0, 1, 0x7FC00000, 2 ** 32 - 1]), st.integers(0, 2 ** 32 - 1))
+    sums = [(data.draw(high) << 32) + data.draw(low) for _ in range(rows)]
+    targets = data.draw(st.lists(st.sampled_from([-100, -1, -2, 0, 5, 2 ** 31 - 1]), min_size=rows, max_size=rows))
+    ignore_index = data.draw(st.sampled_from([-100, -1, 5]))
+    words = torch.tensor([0] * 8 * rows + [s - 2 ** 64 * (s >= 2 ** 63) for s in sums])
+    settled, logits = dce._ops.ops.settle_targets(words, torch.tensor(targets, dtype=kind), ignore_index)
+    expected = [oracle.agreed(s, t, ignore_index) for s, t in zip(sums, targets)]
+    assert settled.dtype == kind and settled.tolist() == [t for t, _ in expected]
+    assert [oracle.bits32(v) for v in logits.tolist()] == [oracle.bits32(v) for _, v in expected]
 
 
 def test_two_owners_or_none(dce):
-    """The high half of the owner's word counts them; any count but one is NaN, whatever the low half has become."""
+    """Of ranks that agree, the high half counts the owners and what their logits' bits carry; any count but one is NaN, up to 2^31 of them."""
     ops = dce._ops.ops
-    t = torch.tensor([0, 0, 0, 0])
-    words = torch.zeros(40, dtype=torch.int64)
-    bits = torch.tensor(1.5).view(torch.int32).item()
-    words[32:36] = torch.tensor([2 ** 32 + bits, 0, 2 * (2 ** 32 + bits), 2 ** 32])
-    settled, logits = ops.settle_targets(words, t, -100)
-    assert torch.equal(settled, t)
-    assert logits[0] == 1.5 and logits[1:3].isnan().all() and logits[3] == 0
-    words[36:] = torch.tensor([1, -1, 0, 0])
-    for ignore_index, outside in ((-100, -1), (-1, -2)):
-        settled, logits = ops.settle_targets(words, t.int(), ignore_index)
-        assert settled.tolist() == [outside, outside, 0, 0] and settled.dtype == torch.int32 and logits[:3].isnan().all()
+    owned = [0, *(k * (2 ** 32 + bits) for k in (1, 2, 3, 8, 2 ** 16, 2 ** 31) for bits in (0, 0x3FC00000, 0xBFC00000, 2 ** 32 - 1))]
+    highs = [w % 2 ** 64 >> 32 for w in owned]
+    assert highs[:9] == [0, 1, 1, 1, 1, 2, 2, 3, 3] and min(highs[5:]) == 2 and highs[-1] == 2 ** 32 - 1
+    words = torch.tensor([0] * 8 * len(owned) + [(w + 2 ** 63) % 2 ** 64 - 2 ** 63 for w in owned])
+    for t in (torch.zeros(len(owned), dtype=torch.int64), torch.full((len(owned),), -100, dtype=torch.int32)):
+        for ignore_index, outside in ((-100, -1), (-1, -2)):
+            settled, logits = ops.settle_targets(words, t, ignore_index)
+            one = [0 < i < 5 and int(t[0]) != ignore_index for i in range(len(owned))]
+            assert settled.tolist() == [int(t[0]) if w == 0 or single else outside for w, single in zip(owned, one)] and settled.dtype == t.dtype
+            assert logits[:4].tolist()[1:] == [0.0, 1.5, -1.5] if one[1] else logits[1:4].isnan().all()
+            assert logits[~torch.tensor(one)].isnan().all()
+
+
+def test_how_often_hashes_meet(dce):
+    """Of 2^17 targets two have one hash of 32 bits about twice (SPEC 11)."""
+    t = torch.arange(2 ** 17)
+    words = rank_words(dce, t, -1, 2 ** 20, -100, 1, torch.zeros(len(t), 1))
+    assert len(t) - 20 < len(words.unique()) <= len(t)

@@ -188,8 +188,8 @@ def samples(dce, dtype):
     _, maxima, _, state, sums, _ = ops_of(dce).cross_entropy(logits, targets, 1, -100)
     losses = ops_of(dce).cross_entropy(logits, targets, 0, -100)[0]
     at_target = logits.float().gather(1, targets.clamp(min=0)[:, None])[:, 0]
-    one_owner = torch.zeros(50, dtype=torch.int64)
-    one_owner[40:45] = 2 ** 32
+    one_owner = torch.zeros(45, dtype=torch.int64)
+    one_owner[40:] = 2 ** 32
     x = torch.linspace(-50, 50, 77)
     wide = torch.zeros(5, 31, dtype=logits.dtype)
     wide[:, 2:25] = logits
@@ -198,7 +198,7 @@ def samples(dce, dtype):
         ("denom_digits", (logits, M, 0, 23, 0)), ("denom_digits", (logits, M, 4, 17, 1000)),
         ("finalize", (digits, at_target, targets, M, -100, 23)), ("finalize", (digits, at_target, targets.int(), M, -100, -1)),
         ("order_images", (M,)), ("shard_words", (wide[:, 2:25], targets, ops_of(dce).order_images(M), -100, 1, -1, 7)),
-        ("settle_targets", (one_owner, targets.int(), -100)),
+        ("settle_targets", (one_owner, targets.int().clamp(min=0), -100)),
         ("cross_entropy", (logits, targets, 0, -100)), ("cross_entropy", (logits, targets, 1, -100)),
         ("cross_entropy", (logits, targets.int(), 2, -100)), ("cross_entropy", (wide[:, 2:25], targets, 1, -100)),
         ("cross_entropy", (logits.clone().requires_grad_(), targets, 0, -100)),

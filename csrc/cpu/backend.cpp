@@ -247,22 +247,22 @@ void order_images(const float* x, int64_t rows, int32_t* image, Context) {
   for (int64_t row = 0; row < rows; ++row) image[row] = order_image(x[row]);
 }
 
-void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* owner,
-                int64_t* agreement, Context) {
+void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* words,
+                Context) {
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
     for (int64_t row = 0; row < logits.rows; ++row) {
       const int64_t column = own_column(targets, shard, row);
       row_max[row] = from_order_image(image[row]);
-      owner[row] = column < 0 ? 0 : kOneOwner + bits(widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]));
-      agreement[row] = agreement_word(agree, target_at(targets, row));
+      const float logit = column < 0 ? 0.0f : widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]);
+      words[row] = rank_word(agree, target_at(targets, row), column >= 0, logit);
     }
   });
 }
 
-void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context) {
+void settle_targets(const int64_t* words, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context) {
   for (int64_t row = 0; row < rows; ++row) {
-    const Settled s = settle(owner[row], agreement[row], target_at(targets, row), targets.ignore_index);
+    const Settled s = settle(words[row], target_at(targets, row), targets.ignore_index);
     set_target(settled, targets.is_int64, row, s.target);
     target_logits[row] = s.logit;
   }

@@ -16,13 +16,13 @@ __global__ void order_images_kernel(const float* x, int64_t rows, int32_t* image
 }
 
 template <class T>
-__global__ void rank_words_kernel(Logits logits, Targets targets, const int32_t* image, Shard shard, Agreement agree, float* row_max, int64_t* owner, int64_t* agreement) {
+__global__ void rank_words_kernel(Logits logits, Targets targets, const int32_t* image, Shard shard, Agreement agree, float* row_max, int64_t* words) {
   const int64_t row = own_row();
   if (row >= logits.rows) return;
   const int64_t column = own_column(targets, shard, row);
   row_max[row] = from_order_image(image[row]);
-  owner[row] = column < 0 ? 0 : kOneOwner + bits(widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]));
-  agreement[row] = agreement_word(agree, target_at(targets, row));
+  const float logit = column < 0 ? 0.0f : widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]);
+  words[row] = rank_word(agree, target_at(targets, row), column >= 0, logit);
 }
 
 __global__ void shard_tags_kernel(const float* row_max, int64_t rows, Shard shard, uint64_t salt, int64_t* tags) {
@@ -38,10 +38,10 @@ __global__ void target_logits_kernel(Logits logits, Targets targets, Shard shard
   out[row] = column < 0 ? 0.0f : widen(static_cast<const T*>(logits.data)[row * logits.row_stride + column]);
 }
 
-__global__ void settle_targets_kernel(const int64_t* owner, const int64_t* agreement, Targets targets, int64_t rows, void* settled, float* target_logits) {
+__global__ void settle_targets_kernel(const int64_t* words, Targets targets, int64_t rows, void* settled, float* target_logits) {
   const int64_t row = own_row();
   if (row >= rows) return;
-  const Settled s = settle(owner[row], agreement[row], target_at(targets, row), targets.ignore_index);
+  const Settled s = settle(words[row], target_at(targets, row), targets.ignore_index);
   set_target(settled, targets.is_int64, row, s.target);
   target_logits[row] = s.logit;
 }
@@ -53,11 +53,10 @@ void order_images(const float* x, int64_t rows, int32_t* image, Context context)
   check(cudaGetLastError(), "order_images");
 }
 
-void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* owner,
-                int64_t* agreement, Context context) {
+void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* words,
+                Context context) {
   with_dtype(logits.dtype, [&](auto type) {
-    rank_words_kernel<decltype(type)>
-        <<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(logits, targets, image, shard, agree, row_max, owner, agreement);
+    rank_words_kernel<decltype(type)><<<blocks_of(logits.rows), kThreads, 0, stream_of(context)>>>(logits, targets, image, shard, agree, row_max, words);
   });
   check(cudaGetLastError(), "shard_words");
 }
@@ -72,8 +71,8 @@ void target_logits(const Logits& logits, const Targets& targets, const Shard& sh
   check(cudaGetLastError(), "target_logits");
 }
 
-void settle_targets(const int64_t* owner, const int64_t* agreement, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context context) {
-  settle_targets_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(owner, agreement, targets, rows, settled, target_logits);
+void settle_targets(const int64_t* words, const Targets& targets, int64_t rows, void* settled, float* target_logits, Context context) {
+  settle_targets_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(words, targets, rows, settled, target_logits);
   check(cudaGetLastError(), "settle_targets");
 }
 

@@ -186,26 +186,24 @@ class Finding(NamedTuple):
     process: int  # rank in the default group
     row: int
     target: int  # this rank's
-    message: Optional[str]  # None: the ranks have different targets
+    message: str  # for ranks whose targets are the same
 
 
-def find_wrong_row(words, status, target, ignore_index):
-    """A Finding, or None, from summed words and the row status. Waits for the device."""
-    rows = target.numel()
-    digits, agreement = words[: check.WORDS * rows].view(rows, check.WORDS), words[(check.WORDS + 1) * rows : (check.WORDS + 2) * rows]
-    wrong = (status & check.WRONG | agreement.ne(0)).nonzero()
+def find_wrong_row(digits, status, target, ignore_index):
+    """A Finding, or None, from summed digits and the row status, in which a row that the ranks do not agree on has a bad target. Waits for the device."""
+    wrong = (status & check.WRONG).nonzero()
     if wrong.numel() == 0:
         return None
     row = int(wrong[0])
     flags, faults, columns, own = int(status[row]), int(digits[row, 6]) >> 32, int(digits[row, 6]) & 0xFFFFFFFF, int(target[row])
-    if int(agreement[row]) != 0:
-        message = None
-    elif flags & check.ABOVE_MAXIMUM:
+    if flags & check.ABOVE_MAXIMUM:
         message = f"logits_shard: row {row}: {faults} logits above the maximum that their rank was given, or NaN; the maximum is stale"
     elif flags & (check.BAD_COVER | check.BAD_COLUMNS):
         message = f"logits_shard: row {row}: the ranks' {columns} columns do not cover the vocabulary once each, or were summed for different maxima"
     elif flags & check.BAD_DIGITS:
         message = f"logits_shard: row {row}: no logits have these digits with this maximum and target"
+    elif own == ignore_index or 0 <= own < columns:
+        message = f"targets: row {row}: the ranks do not agree on it: on the target, {own} here, its weight, or another argument"
     else:
         message = f"targets: row {row} has {own}, expected 0 <= target < {columns} or ignore_index = {ignore_index}"
     return Finding(dist.get_rank(), row, own, message)
@@ -216,9 +214,11 @@ def rows_problem(findings):
     found = [f for f in findings if f is not None]
     if not found:
         return None
-    if found[0].message is None:
+    row = min(f.row for f in found)
+    found = [f for f in found if f.row == row]
+    if any(f.target != found[0].target for f in found):
         held = ", ".join(f"rank {f.process} has {f.target}" for f in found)
-        return ValueError(f"targets: row {found[0].row}: the ranks have different targets: {held}")
+        return ValueError(f"targets: row {row}: the ranks have different targets: {held}")
     return ValueError(f"{found[0].message} (found by rank {', '.join(str(f.process) for f in found)})")
 
 

@@ -6,7 +6,7 @@ from ._ops import add_op_namespace_prefix, ops
 
 NONE, MEAN, SUM = 0, 1, 2  # reductions of ops.cross_entropy
 WORDS = 8  # int64 words a row (SPEC 4)
-RANK_WORDS = 2  # more of them between ranks (SPEC 11)
+RANK_WORDS = 1  # more of them between ranks (SPEC 11)
 LOGIT_WORDS = 4  # more of them with label smoothing (SPEC 12)
 STAT_WORDS = 2  # and with statistics (SPEC 13)
 SUM_WORDS = 12  # int64 words a batch (SPEC 8)

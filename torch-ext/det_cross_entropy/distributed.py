@@ -141,7 +141,7 @@ def vocab_parallel_cross_entropy(
     """Cross-entropy of logits whose vocabulary is cut over the ranks of a group: value and gradient are the bytes of ``cross_entropy`` on one device.
 
     Every rank of the group calls it, with the same targets, and gets the same loss; backward gives each the gradient of its own columns and communicates nothing.
-    Two all-reduces, of 4 bytes a token (int32 maximum) and 80 bytes a token (int64 sum): integers, so the algorithm and the order in which a backend combines them
+    Two all-reduces, of 4 bytes a token (int32 maximum) and 72 bytes a token (int64 sum): integers, so the algorithm and the order in which a backend combines them
     do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns: give
     ``vocab_size`` to have it checked.
 
@@ -164,7 +164,8 @@ def vocab_parallel_cross_entropy(
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
             both groups alike, at the cost of a few messages and a wait for the device. Where a rank's ``group`` or ``dp_group`` itself is wrong, those who wait for it there get the
             backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens, and label smoothing or statistics on some ranks only, are an
-            error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. None (default): True on the CPU.
+            error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. Either way a row whose targets differ is missed with a chance of
+            about 2**-32. None (default): True on the CPU.
 
     Returns:
         float32 loss in nats: a scalar, or the shape of targets for "none"; with what was asked for beside it, as ``cross_entropy``. Differentiable once.
@@ -231,7 +232,7 @@ def vocab_parallel_cross_entropy(
                 stat_words = beside[-STAT_WORDS * N :].view(N, STAT_WORDS) if N else beside.new_empty((0, STAT_WORDS))
                 stats = ops.finalize_stats(digits, stat_words, least, target_logits, settled, maximum, ignore_index, columns, *asked.map)
     if validated:
-        findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(words, status, target, ignore_index))
+        findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(digits, status, target, ignore_index))
         _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(findings), tokens)
     if asked is not None:
         return _finish_with_options(rows, loss, lse, z, stats, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape, asked)
