@@ -278,7 +278,7 @@ def check_ranks(dce, seed):
     half = torch.randint(2**32, (rows,), generator=generator)
     sums = torch.zeros(9 * rows, dtype=torch.int64)
     sums[8 * rows :] = torch.tensor([0, 1, 2, -1, -(2**31)])[half % 5] * 2**32 + half * (half % 3 > 0)
-    options = (), (1e-3, 0, weight), (0.0, 850, None, 0.1, 1.5, 20.0, True), (0.0, 0, weight, 0.1, 1.0, 0.0, True)
+    options = (), (1e-3, 0, weight), (0.0, 850, None, 0.1, 1.5, 20.0, True), (0.0, 0, weight, 0.1, 1.0, 0.0, True, torch.tensor([7]))
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = (torch.randn(rows, columns + 3, generator=generator) * 4).to(dtype)[:, 2 : columns + 2]
         for index, more in enumerate(options):

@@ -136,9 +136,10 @@ struct Upstream {
   void finalize_stats(const int64_t* digits, const int64_t* stat_words, const float* least, const float* target_logits,              \
                       const Targets&, const float* row_max, int64_t rows, int64_t columns, const LogitMap&, const StatOutputs&,      \
                       Context);                                                                                                      \
-  /* between ranks (ranks.h): images of maxima; from their maximum, the maxima and a word a row; from summed words, the targets      \
-     that all ranks have, in the dtype of targets, and their logits */                                                               \
+  /* between ranks (ranks.h): images of maxima; one word, the hash of all weights; from the images' maximum, the maxima and a word   \
+     a row; from summed words, the targets that all ranks have, in the dtype of targets, and their logits */                         \
   void order_images(const float* x, int64_t rows, int32_t* image, Context);                                                          \
+  void hash_weights(const Weights&, int64_t* hash, Context);                                                                         \
   void rank_words(const Logits&, const Targets&, const int32_t* image, const Shard&, const Agreement&, float* row_max,               \
                   int64_t* words, Context);                                                                                          \
   void settle_targets(const int64_t* words, const Targets&, int64_t rows, void* settled, float* target_logits, Context);             \

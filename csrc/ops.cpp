@@ -75,6 +75,12 @@ const int64_t* sum_words(const Tensor& sums) {
   return sums.const_data_ptr<int64_t>();
 }
 Divisor divisor_of(const Tensor& sums) { return sums.size(0) == kBatchWords ? Divisor::kWeights : Divisor::kCount; }
+const int64_t* view_items(const std::optional<Tensor>& num_items, const Tensor& like) {
+  if (!num_items.has_value()) return nullptr;
+  check_vector(*num_items, "num_items", like, 1);
+  STD_TORCH_CHECK(num_items->dim() == 1 && num_items->scalar_type() == ScalarType::Long, "num_items: expected int64 [1]");
+  return num_items->const_data_ptr<int64_t>();
+}
 Weights view_weights(const std::optional<Tensor>& weight, const Tensor& like) {
   if (!weight.has_value()) return {nullptr, 0};
   return {float_rows(*weight, "weight", like, weight->size(0)), weight->size(0)};
@@ -286,7 +292,7 @@ Tensor order_images(const Tensor& x) {
 
 std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start,
                                        double z_loss, int64_t valid_vocab, const std::optional<Tensor>& class_weights, double label_smoothing, double logit_scale, double softcap,
-                                       bool stats) {
+                                       bool stats, const std::optional<Tensor>& num_items) {
   const Logits x = view_logits(logits);
   const LogitMap map = map_of(logit_scale, softcap);
   const bool smooth = smoothing_of(label_smoothing) != 0.0;
@@ -301,12 +307,19 @@ std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targe
     for (const uint64_t common : {bits(z_loss), static_cast<uint64_t>(valid_vocab)}) salt = mix64(salt + common);
   if (smooth || !is_identity(map))
     for (const uint64_t common : {bits(label_smoothing), static_cast<uint64_t>(bits(map.scale)), static_cast<uint64_t>(bits(map.cap))}) salt = mix64(salt + common);
+  Agreement agree = {salt, weight, classes, nullptr, view_items(num_items, logits)};
   Tensor words = empty(logits, {(kWords + kRankWords + (smooth ? kLogitWords : 0) + (stats ? kStatWords : 0)) * x.rows}, ScalarType::Long);
   Tensor max = empty(logits, {x.rows}, ScalarType::Float);
   if (x.rows > 0) {
     int64_t* digits = words.mutable_data_ptr<int64_t>();
     int64_t* of_ranks = digits + kWords * x.rows;
-    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, Agreement{salt, weight, classes}, max.mutable_data_ptr<float>(), of_ranks);
+    std::optional<Tensor> hash;
+    if (smooth && classes.data != nullptr) {
+      hash = empty(logits, {1}, ScalarType::Long);
+      DCE_CALL(logits, hash_weights, classes, hash->mutable_data_ptr<int64_t>());
+      agree.all_weights = hash->const_data_ptr<int64_t>();
+    }
+    DCE_CALL(logits, rank_words, x, t, images.const_data_ptr<int32_t>(), own, agree, max.mutable_data_ptr<float>(), of_ranks);
     DCE_CALL(logits, denom_digits, x, max.const_data_ptr<float>(), own, map, digits);
     int64_t* more = of_ranks + kRankWords * x.rows;
     if (smooth) {
@@ -371,8 +384,8 @@ struct Batch {
     DCE_CALL(logits, count_targets, t, reduction == kNone ? 0 : x.rows, scratch.mutable_data_ptr<int64_t>(), zeros);
     if (divisor == Divisor::kWeights && x.rows > 0) DCE_CALL(logits, sum_weights, options.weights, t, x.rows, scratch.mutable_data_ptr<int64_t>() + kSumWords);
     if (num_items) {
-      check_vector(*num_items, "num_items", logits, 1);
-      STD_TORCH_CHECK(num_items->dim() == 1 && num_items->scalar_type() == ScalarType::Long && reduction == kMean, "num_items: expected int64 [1], and a mean");
+      view_items(num_items, logits);
+      STD_TORCH_CHECK(reduction == kMean, "num_items: expected a mean");
       Tensor count = torch::stable::narrow(scratch, 0, kCountWord, 1);
       torch::stable::copy_(count, *num_items);
     }

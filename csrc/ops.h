@@ -43,10 +43,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> finalize_stats(const Tensor& 
 Tensor order_images(const Tensor& x);
 // words, rowmax: all that a rank adds to the others', int64 [9 N] (N x 8 words of denom_digits, N of ranks.h; with smoothing N x 4 of logit_digits more; with stats N x 2 of
 // stat_digits), and the maxima of the images.
-// mode: any number that the ranks must have in common, beside ignore_index and N; weight: see Agreement.
+// mode: any number that the ranks must have in common, beside ignore_index and N; weight: see Agreement. num_items: int64 [1].
 std::tuple<Tensor, Tensor> shard_words(const Tensor& logits, const Tensor& targets, const Tensor& images, int64_t ignore_index, int64_t mode, int64_t weight, int64_t v_start,
                                        double z_loss, int64_t valid_vocab, const std::optional<Tensor>& class_weights, double label_smoothing, double logit_scale, double softcap,
-                                       bool stats);
+                                       bool stats, const std::optional<Tensor>& num_items);
 // targets, target_logits of summed words
 std::tuple<Tensor, Tensor> settle_targets(const Tensor& words, const Tensor& targets, int64_t ignore_index);
 // out, rowmax, denom, state, sums, status

@@ -12,12 +12,20 @@ struct Agreement {
   uint64_t salt;    // of what else the ranks must have in common
   int64_t weight;   // W - 1 on one of W <= 2^31 ranks and -1 on the others, so that equal hashes add to 0
   Weights classes;  // of which the target's must be the same
+  // On the device, or null:
+  const int64_t* all_weights;  // with smoothing, where every class counts: their hash
+  const int64_t* num_items;    // one word, any value
 };
+// What class v, [0, 2^31), adds to the hash of all weights: with its place, so that neither an exchange nor one class more leaves the sum as it was.
+DCE_FN uint64_t weight_hash(int64_t v, float weight) { return mix64(static_cast<uint64_t>(v + 1) << 32 | bits(weight)); }
+
 // High half: a hash of what the ranks must agree on, which adds to 0 where they do, and 1 more from a rank that has the target. Low half: the bits of the target's
 // logit from that rank, 0 from every other. Of ranks that agree, k that have the target, 2 <= k <= 2^31, add to a high half in [k, 2k - 1], with what the low half carries.
 DCE_FN int64_t rank_word(const Agreement& a, int64_t target, bool own, float logit) {
   uint64_t hash = mix64(a.salt + static_cast<uint64_t>(target));
   if (a.classes.data != nullptr) hash = mix64(hash + bits(weight_of(a.classes, target)));
+  if (a.all_weights != nullptr) hash = mix64(hash + static_cast<uint64_t>(*a.all_weights));
+  if (a.num_items != nullptr) hash = mix64(hash + static_cast<uint64_t>(*a.num_items));
   const uint64_t agreement = (hash >> 32) * static_cast<uint64_t>(a.weight) << 32;
   return static_cast<int64_t>(agreement + (own ? (uint64_t{1} << 32) + bits(logit) : 0));
 }

@@ -24,7 +24,7 @@ A row is a sequence of Python floats (its logits, widened). Words are Python int
     divide(words, by)                           the mean, by "count" or "weights"
     stat_words(row, t, M, lo, hi, v_start)      (2 ints, the least logit above -inf), section 13
     row_stats(stats, least, words, row, t, M)   RowStats(lse, logprob, entropy, max_abs, hit)
-    rank_word(t, salt, c, logit, w)             an int modulo 2^64, section 11; agreed(word, t, ignore): (target, its logit)
+    rank_word(t, salt, c, logit, *more)         an int modulo 2^64, section 11; agreed(word, t, ignore): (target, its logit)
     square_words(values)                        21 ints, section 15
     norm(words)                                 float
 
@@ -699,8 +699,8 @@ def batch(rows, targets, reduction, ignore_index=-100):
 # Between ranks (section 11)
 
 
-def rank_salt(ignore_index, reduction, rows, lam=0.0, valid=0, weighted=False, epsilon=0.0, sigma=1.0, kappa=None):
-    parts = [ignore_index, ("none", "mean", "sum").index(reduction), rows]
+def rank_salt(ignore_index, reduction, rows, lam=0.0, valid=0, weighted=False, epsilon=0.0, sigma=1.0, kappa=None, V=0, by_items=False):
+    parts = [ignore_index, ("none", "mean", "sum").index(reduction) + 4 * by_items + 8 * V, rows]
     if lam or valid or weighted:
         parts += [bits64(lam), valid]
     if epsilon or (sigma, kappa) != (1.0, None):
@@ -708,11 +708,13 @@ def rank_salt(ignore_index, reduction, rows, lam=0.0, valid=0, weighted=False, e
     return functools.reduce(lambda salt, part: mix64((salt + part) & MASK64), parts, 0)
 
 
-def rank_word(t, salt, c, logit=None, w=None):
-    """Of a rank with share c of the agreement. logit: the target's, if the rank has it; w: the weight of its class, if there are any."""
-    h = mix64((salt + t) & MASK64)
-    if w is not None:
-        h = mix64((h + bits32(w)) & MASK64)
+def hash_of_weights(weight):
+    return sum(mix64((v + 1 << 32) + bits32(w)) for v, w in enumerate(weight)) & MASK64
+
+
+def rank_word(t, salt, c, logit=None, *more):
+    """Of a rank with share c of the agreement. logit: the target's, if the rank has it; more: what else is hashed, as integers."""
+    h = functools.reduce(lambda h, part: mix64((h + part) & MASK64), (t, *more), salt)
     return ((h >> 32) * c * 2**32 + (0 if logit is None else 2**32 + bits32(logit))) & MASK64
 
 

@@ -313,6 +313,8 @@ def options_go_wrong(dce, rank, groups):
         "weight": dict(weight=other),
         "weight on one rank": dict(weight=weight) if odd else {},
         "short weight": dict(weight=weight[:29]),
+        "long weight": dict(weight=torch.linspace(0.5, 2, SMALL_V + 1), label_smoothing=0.1),
+        "weight of vocab_size": dict(weight=weight[:29], vocab_size=SMALL_V),
         "valid_vocab beyond": dict(valid_vocab=31),
         "num_items": dict(num_items=5 + odd),
         "wrong": dict(valid_vocab=0 if odd else 30),
@@ -320,7 +322,7 @@ def options_go_wrong(dce, rank, groups):
     seen = {}
     for case, kw in cases.items():
         call = lambda reduction, validate: dce.vocab_parallel_cross_entropy(x, SMALL_TARGETS, reduction, group=groups[3], vocab_start=10 * rank, validate=validate, **kw)
-        losses = call("none", False) if case not in ("num_items", "wrong") else None
+        losses = call("none", False) if case not in ("num_items", "wrong", "weight of vocab_size") else None
         seen[case] = losses, error_of(lambda: call("mean", True))
     return seen
 
@@ -339,6 +341,16 @@ def differing(rank, odd, case):
     elif case == "weight":
         kw["weight"] = torch.ones(SMALL_V)
         kw["weight"][SMALL_TARGETS[2]] += mine
+    elif case == "weight of no target":
+        kw = dict(label_smoothing=0.1, weight=torch.ones(SMALL_V))
+        kw["weight"][1] += mine
+    elif case == "weight exchanged":                           # so that their sum is the same
+        kw = dict(label_smoothing=0.1, weight=torch.linspace(0.5, 2, SMALL_V))
+        kw["weight"][[3, 4]] = kw["weight"][[4, 3] if mine else [3, 4]]
+    elif case == "weight of one class more":
+        kw["weight"] = torch.ones(SMALL_V + mine)
+    elif case.endswith(" on one rank"):
+        kw[case.split()[0]] = ONE_OR_OTHER[case.split()[0]][0] if mine else None
     elif case != "reduction":
         kw[case] = ONE_OR_OTHER[case][mine]
     return targets, "sum" if case == "reduction" and mine else "mean", kw
@@ -346,8 +358,13 @@ def differing(rank, odd, case):
 
 ONE_OR_OTHER = {
     "ignore_index": (-100, -1), "z_loss": (0.1, 0.2), "valid_vocab": (30, 31), "label_smoothing": (0.1, 0.2), "logit_scale": (1.5, 1.0), "softcap": (20.0, None),
+    "vocab_size": (30, 31), "num_items": (torch.tensor(5), 6),
 }
-DIFFERENT = ["target", "ignored here", "ignored elsewhere", "out of range", "weight", "reduction", *ONE_OR_OTHER]
+DIFFERENT = [
+    "target", "ignored here", "ignored elsewhere", "out of range", "weight", "reduction", "weight of no target", "weight exchanged", "weight of one class more",
+    "vocab_size on one rank", "num_items on one rank", *ONE_OR_OTHER,
+]
+OF_A_MEAN = "reduction", "num_items", "num_items on one rank"
 
 
 def one_rank_differs(dce, rank, groups):
@@ -361,10 +378,9 @@ def one_rank_differs(dce, rank, groups):
             targets, reduction, kw = differing(rank, odd, case)
             leaf = SMALL[:, lo:hi].clone().requires_grad_()
             call = lambda reduction, validate: dce.vocab_parallel_cross_entropy(leaf, targets, reduction, group=groups[world], vocab_start=lo, validate=validate, **kw)
-            losses = None if case == "reduction" else call("none", False)
-            if losses is not None:
-                losses.sum().backward()
+            losses = None if case in OF_A_MEAN else call("none", False)
             mean = call(reduction, False)
+            (mean if losses is None else losses).sum().backward()
             seen[world, odd, case] = losses, leaf.grad, mean, error_of(lambda: call(reduction, True))
     return seen
 
@@ -385,7 +401,7 @@ class Collectives(TorchDispatchMode):
 
 PAYLOADS = {
     # bytes a token: keywords
-    76: dict(z_loss=1e-3, weight=torch.ones(SMALL_V), valid_vocab=29, logit_scale=1.5, softcap=20.0, return_lse=True),
+    76: dict(z_loss=1e-3, weight=torch.ones(SMALL_V), valid_vocab=29, vocab_size=SMALL_V, logit_scale=1.5, softcap=20.0, return_lse=True),
     108: dict(label_smoothing=0.1),
     96: dict(return_stats=True),
     128: dict(label_smoothing=0.1, return_stats=True, weight=torch.ones(SMALL_V)),
@@ -400,7 +416,7 @@ def payload(dce, rank, groups):
             continue
         lo, hi = chunks(SMALL_V, world)[rank]
         for (allowed, kw), reduction in itertools.product([(0, {}), *PAYLOADS.items()], REDUCTIONS):
-            leaf = SMALL[:, lo:hi].clone().requires_grad_()
+            leaf, kw = SMALL[:, lo:hi].clone().requires_grad_(), {**kw, "num_items": torch.tensor(5)} if kw and reduction == "mean" else kw
             with Collectives() as collectives:
                 out = dce.vocab_parallel_cross_entropy(leaf, SMALL_TARGETS.clamp(max=28), reduction, group=groups[world], vocab_start=lo, validate=False, **kw)
                 (out[0] if isinstance(out, tuple) else out).sum().backward()
@@ -486,6 +502,15 @@ def a_word_that_was_changed(dce, rank, groups):
         return call(False), error_of(lambda: call(True))
     finally:
         Ranks.all_reduce = honest
+
+
+def a_row_that_hashes_miss(dce, rank, groups):
+    """Two targets with one hash, on two ranks, in columns of the first: (losses without a look, error with one)."""
+    if rank >= 2:
+        return None
+    columns, t = torch.linspace(-1, 1, 40000)[None], torch.tensor([(2041, 33378)[rank]])
+    call = lambda validate: dce.vocab_parallel_cross_entropy(columns.split([35000, 5000], 1)[rank], t, "none", group=groups[2], vocab_start=35000 * rank, validate=validate)
+    return call(False), error_of(lambda: call(True))
 
 
 def spread(total, parts):
@@ -802,7 +827,10 @@ def autograd(dce, rank, groups):
     first, second = (torch.autograd.grad(out, x, retain_graph=True)[0] for _ in range(2))
     once = torch.autograd.grad(out, x, create_graph=True)[0]
     compiled = torch.compile(loss, backend="aot_eager")(x)
+    more = dict(weight=torch.linspace(0.5, 2, SMALL_V), num_items=torch.tensor(7), vocab_size=SMALL_V, label_smoothing=0.1)
+    with_more = lambda x: dce.vocab_parallel_cross_entropy(x * 1.5, SMALL_TARGETS, group=groups[2], validate=False, **more)
     return {
+        "with options": [(y.detach(), torch.autograd.grad(y, x)[0]) for y in (f(x) for f in (with_more, torch.compile(with_more, backend="aot_eager")))],
         "eager": (out.detach(), first), "again": second, "compiled": (compiled.detach(), torch.autograd.grad(compiled, x)[0]),
         "second": error_of(lambda: once.sum().backward()),
         "func.grad": error_of(lambda: torch.func.grad(loss)(x.detach())),
@@ -817,7 +845,7 @@ def autograd(dce, rank, groups):
 
 PARTS = [
     every_cut, with_options, options_of_tokens, options_go_wrong, training, wrong, one_rank_differs, payload, wrong_only_with_validate, lying_maximum,
-    a_word_that_was_changed, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors,
+    a_word_that_was_changed, a_row_that_hashes_miss, token_ranks, token_ranks_go_wrong, replicas_that_differ, under_ddp, dtensors,
     dtensor_errors, dtensors_that_differ, shard_orders, drop_ins, autograd,
 ]
 
@@ -903,7 +931,9 @@ def test_options_of_dtensors(dce, seen, layout):
     ("valid_vocab", [0, 1, 2, 4, 5], "ValueError", r"valid_vocab: rank 1 has 29, rank 0 has 30"),
     ("weight", [2], "ValueError", r"weight: rank 1 has weights with SHA-256 \w+, rank 0 has"),
     ("weight on one rank", [0, 1, 2, 4, 5], "ValueError", r"weight: rank 1 has weights .*, rank 0 has None"),
-    ("short weight", [1], "ValueError", r"weight: expected shape \(30,\), got \(29,\)"),
+    ("short weight", [0, 1, 2, 4, 5], "ValueError", r"weight: expected shape \(30,\), got \(29,\)"),
+    ("long weight", [0, 1, 2, 4, 5], "ValueError", r"weight: expected shape \(30,\), got \(31,\)"),
+    ("weight of vocab_size", None, "ValueError", r"rank 0: weight: expected shape \(30,\), got \(29,\)"),
     ("valid_vocab beyond", [0, 1, 2, 4, 5], "ValueError", r"valid_vocab: expected 1 to 30, got 31"),
     ("num_items", None, "ValueError", r"num_items: rank 1 has 6, rank 0 has 5"),
     ("wrong", None, "ValueError", r"rank 1: valid_vocab: expected 1 to 2147483647, got 0"),
@@ -964,7 +994,7 @@ def test_one_rank_differs(dce, seen, world, case):
             assert mean.isnan(), odd
             if losses is not None:
                 assert torch.equal(losses.isnan(), expect_nan) and torch.equal(losses[~expect_nan], right[~expect_nan]), odd
-                assert torch.equal(grad.isnan().all(1), expect_nan) and torch.equal(grad.isnan().any(1), expect_nan), odd
+            assert torch.equal(grad.isnan().all(1), expect_nan) and torch.equal(grad.isnan().any(1), expect_nan), odd
         errors = {error for *_, error in outcomes}
         assert len(errors) == 1, errors
         kind, text = errors.pop()
@@ -972,7 +1002,7 @@ def test_one_rank_differs(dce, seen, world, case):
             held = ", ".join(f"rank {r} has {int(differing(r, odd, case)[0][2])}" for r in range(world))
             assert (kind, text) == ("ValueError", f"targets: row 2: the ranks have different targets: {held}")
         else:
-            assert kind == "ValueError" and re.match(rf"{case}: rank {odd or 1} has .*, rank 0 has ", text), text
+            assert kind == "ValueError" and re.match(rf"{case.split()[0]}: rank {odd or 1} has .*, rank 0 has ", text), text
 
 
 def test_bytes_a_token(seen):
@@ -993,11 +1023,24 @@ def test_a_word_that_was_changed(dce, seen):
         assert error == ("ValueError", "targets: row 2: the ranks do not agree on it: on the target, 12 here, its weight, or another argument (found by rank 0, 1, 2)")
 
 
+def test_a_row_that_hashes_miss(dce, seen):
+    """One in 2^32: no hash of 32 bits sees it, but with validate the targets' digests are compared."""
+    salt = oracle.rank_salt(-100, "none", 1)
+    assert oracle.rank_word(2041, salt, 1) == oracle.rank_word(33378, salt, 1)
+    outcomes = [r["a_row_that_hashes_miss"] for r in seen[:2]]
+    assert all(torch.equal(losses, outcomes[0][0]) and losses.isfinite().all() for losses, _ in outcomes)
+    said = ", ".join(f"rank {r} has targets with SHA-256 {dce.digest(torch.tensor([t]))}" for r, t in ((1, 33378), (0, 2041)))
+    assert {error for _, error in outcomes} == {("ValueError", f"targets: {said}")}
+
+
 def test_what_the_ranks_found(dce):
-    """One exception of findings: of the first row that any rank found wrong; other targets before all else."""
-    Finding, problem = dce._ranks.Finding, lambda *found: str(dce._ranks.rows_problem(found))
+    """One exception of findings: of the first row that any rank found wrong; other targets before all else; what no rank found, last."""
+    Finding, Rows = dce._ranks.Finding, dce._ranks.Rows
+    rows = lambda found, held: [Rows(rank, f, (("targets", t),)) for rank, (f, t) in enumerate(zip(found, held))]
+    problem = lambda *found: str(dce._ranks.rows_problem(rows(found, range(len(found)))))
     a, b, c = Finding(0, 4, 7, "x: four"), Finding(2, 4, 7, "y"), Finding(3, 4, 8, "z")
-    assert dce._ranks.rows_problem([None, None]) is None
+    assert dce._ranks.rows_problem(rows([None, None], "xx")) is None
+    assert problem(None, None) == "targets: rank 1 has 1, rank 0 has 0"
     assert problem(a, None, b) == "x: four (found by rank 0, 2)"
     assert problem(a, b, c) == "targets: row 4: the ranks have different targets: rank 0 has 7, rank 2 has 7, rank 3 has 8"
     assert problem(a, Finding(1, 2, 3, "w"), c) == "w (found by rank 1)"
@@ -1236,6 +1279,7 @@ def test_autograd_and_compile(seen):
     for r in seen[:2]:
         r = r["autograd"]
         out, grad = r["eager"]
+        assert r["with options"][0][0].isfinite() and all(torch.equal(a, b) for a, b in zip(*r["with options"]))
         assert torch.equal(r["again"], grad) and torch.equal(r["compiled"][0], out) and torch.equal(r["compiled"][1], grad) and not r["no gradient"]
         assert all(r[case][0] == "NotImplementedError" for case in ("second", "forward mode", "func.grad", "func.grad, validated", "vmap", "vmap of tokens", "vmap of losses"))
 
@@ -1418,18 +1462,23 @@ def test_words_of_ranks_are_the_oracles(dce, dtype):
     x = torch.randn(8, 5, generator=torch.Generator().manual_seed(2)).to(DTYPES[dtype])
     t = torch.tensor([0, 9, 10, 14, 15, -100, -7, 2 ** 40])     # the rank has columns 10 to 14
     weight = torch.linspace(0.5, 1.5, 15)
-    for mode, c, lam, valid, w, epsilon, sigma, kappa in [
+    for mode, c, lam, valid, w, epsilon, sigma, kappa, *items in [
         (1, -1, 0.0, 0, None, 0.0, 1.0, None), (2, 7, 0.0, 0, None, 0.0, 1.0, None), (0, 0, 0.1, 0, None, 0.0, 1.0, None), (1, 2 ** 31 - 1, 0.0, 14, None, 0.0, 1.0, None),
         (1, -1, 0.0, 0, weight, 0.0, 1.0, None), (1, 3, 0.0, 0, None, 0.1, 1.0, None), (1, -1, 0.3, 15, weight, 0.2, 0.7, 20.0), (2, 1, 0.0, 0, None, 0.0, 0.5, None), (0, 1, 0.0, 0, None, 0.0, 1.0, 3.0),
+        (1, 5, 0.0, 0, None, 0.0, 1.0, None, 7), (1, -1, 0.0, 0, weight, 0.1, 1.0, None, -1), (1, 2, 0.0, 0, weight.flip(0), 0.0, 1.0, None, 2 ** 62),
     ]:
+        V = 31 * len(items)                                     # given or not
         for ignore_index in (-100, -7):
-            salt = oracle.rank_salt(ignore_index, ("none", "mean", "sum")[mode], 8, lam, valid, w is not None, epsilon, sigma, kappa)
+            salt = oracle.rank_salt(ignore_index, ("none", "mean", "sum")[mode], 8, lam, valid, w is not None, epsilon, sigma, kappa, V, bool(items))
             expected = []
             for row, target in zip(x.double().tolist(), t.tolist()):
                 own = 10 <= target < 15 and target != ignore_index
-                of_class = None if w is None else w[target].item() if 0 <= target < 15 else NAN
-                expected.append(oracle.rank_word(target, salt, c, row[target - 10] if own else None, of_class))
-            got = rank_words(dce, t, c, 10, ignore_index, mode, x, lam, valid, w, epsilon, sigma, kappa or 0.0, True)
+                of_class = [] if w is None else [oracle.bits32(w[target].item() if 0 <= target < 15 else NAN)]
+                of_all = [oracle.hash_of_weights(w.tolist())] if epsilon and w is not None else []
+                expected.append(oracle.rank_word(target, salt, c, row[target - 10] if own else None, *of_class, *of_all, *items))
+            got = rank_words(
+                dce, t, c, 10, ignore_index, mode + 4 * len(items) + 8 * V, x, lam, valid, w, epsilon, sigma, kappa or 0.0, True, torch.tensor(items) if items else None
+            )
             assert [word & oracle.MASK64 for word in got.tolist()] == expected, (mode, c, ignore_index)
 
 

@@ -662,6 +662,7 @@ def test_opcheck(dce, dtype):
         ("rowleast", (logits, 0, 23)), ("shard_tags", (M, 0, 23, 1, 0.5, 20.0)), ("target_logits", (logits, targets, IGNORE)),
         ("finalize_stats", (digits, stat_words, dce.rowmax(-logits), at_target, targets, M, IGNORE, 23, 1.0, 0.0)),
         ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight)), ("shard_words", (logits, targets, images, IGNORE, 1, -1, 0, 0.1, 20, weight, 0.1, 0.5, 20.0, True)),
+        ("shard_words", (logits, targets, images, IGNORE, 5, -1, 0, 0.0, 0, weight, 0.1, 1.0, 0.0, False, items)),
         *[("cross_entropy_with_options", (leaf(), targets, mode, IGNORE, 0.1, w, n, valid, *more))
           for mode, w, n, valid, *more in ((0, weight, None, 0, 0.0, 1.0, 0.0, False), (1, weight, None, 20, 0.1, 0.5, 20.0, True), (1, None, items, 0, 0.0, 1.0, 20.0, False),
                                            (1, weight, items, 23, 1.0, 1.0, 0.0, False), (2, None, None, 5, 0.0, 1.0, 0.0, True))],

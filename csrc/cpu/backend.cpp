@@ -247,6 +247,12 @@ void order_images(const float* x, int64_t rows, int32_t* image, Context) {
   for (int64_t row = 0; row < rows; ++row) image[row] = order_image(x[row]);
 }
 
+void hash_weights(const Weights& weights, int64_t* hash, Context) {
+  uint64_t sum = 0;
+  for (int64_t v = 0; v < weights.size; ++v) sum += weight_hash(v, weights.data[v]);
+  *hash = static_cast<int64_t>(sum);
+}
+
 void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* words,
                 Context) {
   with_dtype(logits.dtype, [&](auto type) {

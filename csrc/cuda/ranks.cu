@@ -15,6 +15,14 @@ __global__ void order_images_kernel(const float* x, int64_t rows, int32_t* image
   if (row < rows) image[row] = order_image(x[row]);
 }
 
+// hash: 0 at first. Integers, so the order of blocks does not matter.
+__global__ void __launch_bounds__(kThreads) hash_weights_kernel(Weights weights, int64_t* hash) {
+  uint64_t sum = 0;
+  for (int64_t v = own_row(); v < weights.size; v += static_cast<int64_t>(gridDim.x) * kThreads) sum += weight_hash(v, weights.data[v]);
+  sum = warp_sum(sum);
+  if (threadIdx.x % kWarp == 0) atomic_add(hash, static_cast<int64_t>(sum));
+}
+
 template <class T>
 __global__ void rank_words_kernel(Logits logits, Targets targets, const int32_t* image, Shard shard, Agreement agree, float* row_max, int64_t* words) {
   const int64_t row = own_row();
@@ -51,6 +59,13 @@ __global__ void settle_targets_kernel(const int64_t* words, Targets targets, int
 void order_images(const float* x, int64_t rows, int32_t* image, Context context) {
   order_images_kernel<<<blocks_of(rows), kThreads, 0, stream_of(context)>>>(x, rows, image);
   check(cudaGetLastError(), "order_images");
+}
+
+void hash_weights(const Weights& weights, int64_t* hash, Context context) {
+  check(cudaMemsetAsync(hash, 0, sizeof(int64_t), stream_of(context)), "cudaMemsetAsync");
+  const unsigned blocks = blocks_of(weights.size);
+  if (blocks > 0) hash_weights_kernel<<<blocks < 256 ? blocks : 256, kThreads, 0, stream_of(context)>>>(weights, hash);
+  check(cudaGetLastError(), "shard_words");
 }
 
 void rank_words(const Logits& logits, const Targets& targets, const int32_t* image, const Shard& shard, const Agreement& agree, float* row_max, int64_t* words,

@@ -209,11 +209,19 @@ def find_wrong_row(digits, status, target, ignore_index):
     return Finding(dist.get_rank(), row, own, message)
 
 
-def rows_problem(findings):
-    """One exception for what the ranks found, or None."""
-    found = [f for f in findings if f is not None]
+class Rows(NamedTuple):
+    """What a rank says of its rows in the end."""
+
+    process: int  # rank in the default group
+    finding: Optional[Finding]
+    common: tuple = ()  # as of Shard
+
+
+def rows_problem(said):
+    """One exception for what the ranks found, or None. What no rank found, for two hashes were the same, is in what must be common."""
+    found = [r.finding for r in said if r.finding is not None]
     if not found:
-        return None
+        return _different(said)
     row = min(f.row for f in found)
     found = [f for f in found if f.row == row]
     if any(f.target != found[0].target for f in found):
@@ -226,6 +234,7 @@ __all__ = [
     "Finding",
     "Ranks",
     "Replica",
+    "Rows",
     "Shard",
     "agree_on_shards",
     "find_wrong_row",

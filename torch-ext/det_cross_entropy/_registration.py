@@ -85,7 +85,10 @@ def _(x):
 
 
 @torch.library.register_fake(add_op_namespace_prefix("shard_words"))
-def _(logits, targets, images, ignore_index, mode, weight, v_start, z_loss=0.0, valid_vocab=0, class_weights=None, label_smoothing=0.0, logit_scale=1.0, softcap=0.0, stats=False):
+def _(
+    logits, targets, images, ignore_index, mode, weight, v_start,
+    z_loss=0.0, valid_vocab=0, class_weights=None, label_smoothing=0.0, logit_scale=1.0, softcap=0.0, stats=False, num_items=None,
+):
     words = WORDS + RANK_WORDS + LOGIT_WORDS * bool(label_smoothing) + STAT_WORDS * stats
     return logits.new_empty(words * logits.shape[0], dtype=torch.int64), _row(logits)
 

@@ -9,6 +9,7 @@ from ._options import Options, options, with_divisor
 from ._ops import ops
 from ._ranks import Ranks
 from ._registration import COUNT_WORD, LOGIT_WORDS, MEAN, NONE, RANK_WORDS, STAT_WORDS, gradient_with_options
+from .audit import digest
 from .stats import RowStats
 
 
@@ -143,7 +144,7 @@ def vocab_parallel_cross_entropy(
     Every rank of the group calls it, with the same targets, and gets the same loss; backward gives each the gradient of its own columns and communicates nothing.
     Two all-reduces, of 4 bytes a token (int32 maximum) and 72 bytes a token (int64 sum): integers, so the algorithm and the order in which a backend combines them
     do not matter. Without ``validate`` nothing waits for the device, and a CUDA graph can capture all of it. The vocabulary is the total of all ranks' columns: give
-    ``vocab_size`` to have it checked.
+    ``vocab_size``, or ``weight``, to have it checked.
 
     Args:
         logits_shard: [..., V_rank], as logits of ``cross_entropy``; V_rank may be 0 and may differ from rank to rank.
@@ -159,13 +160,15 @@ def vocab_parallel_cross_entropy(
             None of them may be in ``group``, but this rank itself.
         ignore_index: as in ``cross_entropy``.
         z_loss, weight, num_items, valid_vocab, label_smoothing, logit_scale, softcap, return_z_loss, return_lse, return_stats: as in ``cross_entropy``, the same on every rank.
-            ``weight`` is that of the whole vocabulary, and ``valid_vocab`` counts its columns: a shard may lie beyond. They cost no message of their own, but 32 bytes a token for
-            label_smoothing, 20 for return_stats, and 96 in all over dp_group for weights and as many for return_z_loss.
+            ``weight`` is that of the whole vocabulary, whose size it gives as ``vocab_size`` does, and ``valid_vocab`` counts its columns: a shard may lie beyond, and then what lies
+            beyond is not counted. They cost no message of their own, but 32 bytes a token for label_smoothing, 20 for return_stats, and 96 in all over dp_group for weights and as many
+            for return_z_loss.
         validate: the same on every rank. True: arguments that the ranks do not agree on, shards that are no vocabulary and targets out of range raise, on every rank of
             both groups alike, at the cost of a few messages and a wait for the device. Where a rank's ``group`` or ``dp_group`` itself is wrong, those who wait for it there get the
-            backend's error or timeout. False: they give NaN, in loss and gradient; but different numbers of tokens, and label smoothing or statistics on some ranks only, are an
-            error of the backend, or a hang, and an argument that is wrong by itself raises on its own rank only. Either way a row whose targets differ is missed with a chance of
-            about 2**-32. None (default): True on the CPU.
+            backend's error or timeout. False: they give NaN, in loss and gradient, on every rank of ``group``; other weights in the rows whose target's differs, with label smoothing
+            in all. But different numbers of tokens, and label smoothing or statistics on some ranks only, are an error of the backend, or a hang; an argument that is wrong by itself
+            raises on its own rank only; replicas (``dp_group``) that differ get a mean or sum of no meaning; and a row that ranks do not agree on is missed with a chance of about
+            2**-32. None (default): True on the CPU.
 
     Returns:
         float32 loss in nats: a scalar, or the shape of targets for "none"; with what was asked for beside it, as ``cross_entropy``. Differentiable once.
@@ -187,11 +190,11 @@ def vocab_parallel_cross_entropy(
         check.countable("logits_shard", len(rows), mode)
         check.integer("ignore_index", ignore_index)
         start = _first_column(vocab_start, ranks.rank, rows.shape[1])
-        more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
-        asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, **more)
-        own, classes = rows if asked is None else asked.valid(rows, start), None if weight is None else len(weight)
         if vocab_size is not None and not 1 <= check.integer("vocab_size", vocab_size) < 2**31:
             raise ValueError(f"vocab_size: expected 1 <= vocab_size < 2**31, got {vocab_size}")
+        more = dict(label_smoothing=label_smoothing, logit_scale=logit_scale, softcap=softcap, return_stats=return_stats)
+        asked = options(logits_shard, mode, z_loss, weight, num_items, valid_vocab, return_z_loss, return_lse, vocab_size, **more)
+        own, classes = rows if asked is None else asked.valid(rows, start), None if weight is None else len(weight)
         if dp_group is not None and mode == NONE:
             raise ValueError("dp_group: expected None for reduction 'none', which reduces nothing")
         if validated:
@@ -208,20 +211,21 @@ def vocab_parallel_cross_entropy(
 
     with torch.no_grad():
         share = ranks.size - 1 if ranks.rank == 0 else -1
-        N, columns = len(rows), -1 if vocab_size is None else vocab_size
+        N, columns = len(rows), vocab_size or classes or 0  # 0: what the ranks have in all
         of_row = ops.order_images(ops.rowmax(own, 0, own.shape[1]))
         if asked is not None and asked.return_stats:
             of_row = torch.cat([of_row, ops.order_images(-ops.rowleast(own, 0, own.shape[1]))])
         images = ranks.all_reduce(of_row, dist.ReduceOp.MAX)
-        salt = () if asked is None else (asked.z_loss, asked.valid_vocab, asked.weight, asked.label_smoothing, *asked.map, asked.return_stats)
-        words, maximum = ops.shard_words(own, target, images[:N], ignore_index, mode, share, start, *salt)
+        salt = () if asked is None else (asked.z_loss, asked.valid_vocab, asked.weight, asked.label_smoothing, *asked.map, asked.return_stats, asked.num_items)
+        form = mode + 4 * (num_items is not None) + 8 * columns  # of the mean and the vocabulary, the same on all ranks: SPEC 11
+        words, maximum = ops.shard_words(own, target, images[:N], ignore_index, form, share, start, *salt)
         ranks.all_reduce(words)
         settled, target_logits = ops.settle_targets(words, target, ignore_index)
         digits = words[: check.WORDS * N].view(N, check.WORDS)
         if asked is None:
-            loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, columns)
+            loss, _, state, status = ops.finalize(digits, target_logits, settled, maximum, ignore_index, columns or -1)
         else:
-            columns, beside = asked.valid_vocab or columns, words[(check.WORDS + RANK_WORDS) * N :]
+            columns, beside = asked.valid_vocab or columns or -1, words[(check.WORDS + RANK_WORDS) * N :]
             smoothing = beside[: LOGIT_WORDS * N].view(N, LOGIT_WORDS) if asked.label_smoothing else None
             weight = asked.weight if not asked.valid_vocab or asked.weight is None else asked.weight[: asked.valid_vocab]
             arguments = asked.z_loss, weight, asked.label_smoothing, smoothing, *asked.map
@@ -232,8 +236,9 @@ def vocab_parallel_cross_entropy(
                 stat_words = beside[-STAT_WORDS * N :].view(N, STAT_WORDS) if N else beside.new_empty((0, STAT_WORDS))
                 stats = ops.finalize_stats(digits, stat_words, least, target_logits, settled, maximum, ignore_index, columns, *asked.map)
     if validated:
-        findings = ranks.gather(f"the rows of {call}", _ranks.find_wrong_row(digits, status, target, ignore_index))
-        _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(findings), tokens)
+        finding, held = _ranks.find_wrong_row(digits, status, target, ignore_index), f"targets with SHA-256 {digest(target.long())}"
+        said = ranks.gather(f"the rows of {call}", _ranks.Rows(dist.get_rank(), finding, (("targets", held),)))
+        _ranks.raise_together(f"the rows of {call}", _ranks.rows_problem(said), tokens)
     if asked is not None:
         return _finish_with_options(rows, loss, lse, z, stats, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape, asked)
     return _finish(rows, loss, settled, maximum, state, mode, tokens, ignore_index, start, targets.shape)
