@@ -228,14 +228,11 @@ DCE_FN RowResult nan_row(int32_t status) {
 }
 constexpr RowResult kIgnoredRow = {0.0f, 0.0f, {0.0, 0.0}, kIgnored, 0.0f, 0.0f, {0.0, 0.0}, 0.0, 0.0};
 
-// A row whose words are known to be those of its columns, all of them. max, y_target: the row's maximum and its target's logit, as mapped; logit_words: with smoothing, its four.
-// has_target: the target is a column, and else kBadTarget is in status, which is that of the result.
-DCE_FN RowResult finish_row(const int64_t* digits, const int64_t* logit_words, float max, bool has_target, int64_t target, float y_target, int64_t columns, const RowOptions& options,
-                            int32_t status) {
-  RowSums sums;
-  status |= row_sums(digits, max, has_target, y_target, sums);
+// What the sums of a row say, whose words are known to be those of its columns, all of them. max, y_target: the row's maximum and its target's logit, as mapped; logit_words: with
+// smoothing, its four; loss_of_max: with smoothing and weights. has_target: the target is a column, and else kBadTarget is in status, which is that of the result.
+DCE_FN RowResult result_of(const RowSums& sums, double loss_of_max, const int64_t* logit_words, float max, bool has_target, int64_t target, float y_target, int64_t columns,
+                           const RowOptions& options, int32_t status) {
   RowResult out = nan_row(status);
-  if (status & kBadDigits) return out;
   out.denom = row_denom(sums, max);
   const double lse = options.on ? row_lse(sums) : 0.0, z = options.on ? z_of(options, lse) : 0.0;
   out.lse = static_cast<float>(lse);
@@ -252,7 +249,6 @@ DCE_FN RowResult finish_row(const int64_t* digits, const int64_t* logit_words, f
   const double weight = static_cast<double>(weight_of(options.weights, target));
   double weighted = mul64(weight, loss);
   if (options.smoothing != 0.0) {
-    const double loss_of_max = options.weight_words != nullptr ? max_loss(digits, max) : 0.0;
     const double mean = mean_loss(options, sums, logit_words, loss, add32(y_target, -sums.frame.shift), loss_of_max, columns);
     weighted = fma64(options.smoothing, mean, mul64(add64(1.0, -options.smoothing), weighted));
     out.constant = constant_of(options, columns);
@@ -262,6 +258,15 @@ DCE_FN RowResult finish_row(const int64_t* digits, const int64_t* logit_words, f
   out.plain = through_map(options.map, {state.inv, share}, y_target);
   out.state = scaled_state(options, state, weight, lse, share, y_target, columns);
   return out;
+}
+// The same from digits.
+DCE_FN RowResult finish_row(const int64_t* digits, const int64_t* logit_words, float max, bool has_target, int64_t target, float y_target, int64_t columns, const RowOptions& options,
+                            int32_t status) {
+  RowSums sums;
+  status |= row_sums(digits, max, has_target, y_target, sums);
+  if (status & kBadDigits) return nan_row(status);
+  const double loss_of_max = options.on && options.smoothing != 0.0 && options.weight_words != nullptr ? max_loss(digits, max) : 0.0;
+  return result_of(sums, loss_of_max, logit_words, max, has_target, target, y_target, columns, options, status);
 }
 
 // words: the row's eight words summed over all shards; logit_words: with smoothing, its four. x_target is read only if the target is in [0, V) and not ignored.

@@ -131,22 +131,12 @@ DCE_FN double weight_sum(const int64_t* words) {
   return m.negative ? -sum : sum;
 }
 
-// RN32 of the exact sum over what a mean divides by, rounded once.
-DCE_FN float round_sum(const int64_t* words, Divisor divisor) {
+// RN32 of the exact sum, over the count if it is a mean, rounded once. Neither division nor an array indexed at run time: the fused kernel ends with it.
+DCE_FN float round_over_count(const int64_t* words, bool mean) {
   const bool plus = words[kPlusInfWord] > 0, minus = words[kMinusInfWord] > 0;
   if (plus && minus) return from_bits(kNaN32);
-  if (divisor == Divisor::kWeights) {
-    if (not_finite(words + kSumWords)) return from_bits(kNaN32);
-    const Magnitude a = magnitude(words), b = magnitude(words + kSumWords);
-    const uint32_t sign = static_cast<uint32_t>((plus || minus ? minus : a.negative) != b.negative) << 31;
-    if (plus || minus || (b.length == 0 && a.length != 0)) return from_bits(kInf32 | sign);
-    if (b.length == 0) return from_bits(kNaN32);
-    const float q = a.length == 0 ? 0.0f : quotient(a, b);
-    return q == 0.0f ? 0.0f : from_bits(bits(q) | sign);
-  }
   if (plus) return from_bits(kInf32);
   if (minus) return from_bits(kInf32 | 0x80000000u);
-  const bool mean = divisor == Divisor::kCount;
   if (mean && words[kCountWord] < 1) return from_bits(kNaN32);
   const uint64_t count = mean ? static_cast<uint64_t>(words[kCountWord]) : 1;
   const Magnitude sum = magnitude(words);
@@ -169,21 +159,38 @@ DCE_FN float round_sum(const int64_t* words, Divisor divisor) {
       sticky |= sum.limb[i] != 0;
     }
   }
-  uint64_t q = 0;
-  if (count_length < 32) {  // A 2^-k below 2^60
-    q = static_cast<uint64_t>(a) / count;
-    a = static_cast<uint64_t>(a) % count;
-  }
-  for (int i = count_length < 32 ? -1 : 30; i >= 0; --i) {
-    const uint128 c = static_cast<uint128>(count) << i;
+  uint64_t q = 0;  // below 2^31
+  uint128 c = static_cast<uint128>(count) << 30;
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  for (int i = 30; i >= 0; --i) {
+    q <<= 1;
     if (a >= c) {
       a -= c;
-      q |= uint64_t{1} << i;
+      q |= 1;
     }
+    c >>= 1;
   }
   q |= static_cast<uint64_t>(sticky || a != 0);
   const float r = static_cast<float>(mul64(static_cast<double>(q), pow2(k - 149)));
   return sum.negative && r != 0.0f ? -r : r;
+}
+
+// The same over the sum of weights.
+DCE_FN float round_over_weights(const int64_t* words) {
+  const bool plus = words[kPlusInfWord] > 0, minus = words[kMinusInfWord] > 0;
+  if ((plus && minus) || not_finite(words + kSumWords)) return from_bits(kNaN32);
+  const Magnitude a = magnitude(words), b = magnitude(words + kSumWords);
+  const uint32_t sign = static_cast<uint32_t>((plus || minus ? minus : a.negative) != b.negative) << 31;
+  if (plus || minus || (b.length == 0 && a.length != 0)) return from_bits(kInf32 | sign);
+  if (b.length == 0) return from_bits(kNaN32);
+  const float q = a.length == 0 ? 0.0f : quotient(a, b);
+  return q == 0.0f ? 0.0f : from_bits(bits(q) | sign);
+}
+
+DCE_FN float round_sum(const int64_t* words, Divisor divisor) {
+  return divisor == Divisor::kWeights ? round_over_weights(words) : round_over_count(words, divisor == Divisor::kCount);
 }
 
 }  // namespace dce

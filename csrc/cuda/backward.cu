@@ -6,33 +6,36 @@ namespace dce {
 namespace cuda {
 namespace {
 
-// Rows blockIdx.x, + gridDim.x, ...; with `unless_one`, nothing if the upstream value is 1. kOptions: there is an upstream gradient of lse, or a mean divides by weights,
+// Pieces blockIdx.x, + gridDim.x, ... of all rows' one after the other; with `unless_one`, nothing if the upstream value is 1. kOptions: there is an upstream gradient of lse, or a mean divides by weights,
 // or columns have options.
 template <class T, bool kOptions, bool kColumns>
-__global__ void __launch_bounds__(kBackwardPolicy.threads, kBackwardPolicy.resident)
+__global__ void __launch_bounds__(kBackwardPolicy<T>.threads, kBackwardPolicy<T>.resident)
     backward_kernel(Logits logits, Targets targets, const float* row_max, RowStates states, Upstream up, bool unless_one, Shard shard, ColumnOptions options, Pieces pieces, int64_t grad_stride,
                     T* grad) {
   __shared__ RowScale shared_scale;
+  constexpr int kThreads = kBackwardPolicy<T>.threads, kUnroll = kColumns ? 1 : kBackwardPolicy<T>.unroll;
   if (unless_one && *up.grad == 1.0f) return;
   const int64_t columns = shard.hi - shard.lo;
-  for (Piece piece(pieces, columns); piece.row < logits.rows; piece.row += gridDim.x) {
+  for (int64_t i = blockIdx.x; i < logits.rows * pieces.pieces; i += gridDim.x) {
+    const Piece piece(pieces, columns, i / pieces.pieces, i % pieces.pieces);
     const int64_t target = target_at(targets, piece.row);
-    const bool ignored = target == targets.ignore_index;
-    if (threadIdx.x == 0 && !ignored) shared_scale = kOptions ? row_scale_of(up, states, piece.row) : row_scale(plain_upstream_of(up, piece.row), state_of(states, piece.row));
-    __syncthreads();
-    const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
     T* const to = grad + piece.row * grad_stride + piece.begin;
+    if (target == targets.ignore_index) {
+      fill_stretch<T, kThreads>(piece.length, narrow<T>(0.0f), to);
+      continue;
+    }
+    const RowVectors<T> row(static_cast<const T*>(logits.data) + piece.row * logits.row_stride + shard.lo + piece.begin, piece.length);
+    const auto ahead = row.template load_ahead<kThreads, kUnroll>();  // while one thread makes the row's scale
+    if (threadIdx.x == 0) shared_scale = kOptions ? row_scale_of(up, states, piece.row) : row_scale(plain_upstream_of(up, piece.row), state_of(states, piece.row));
+    __syncthreads();
     const RowScale f = shared_scale;
-    if (ignored || !is_finite(f)) {
-      fill_stretch<T, kBackwardPolicy.threads>(piece.length, ignored ? narrow<T>(0.0f) : canonical_nan<T>(), to);
-    } else {
+    if (is_finite(f)) {
       const int64_t own = target - shard.start - shard.lo - piece.begin;
-      if constexpr (kColumns) {
-        const ColumnOptions here = {true, options.map, options.weights != nullptr ? options.weights + (target - own) : nullptr};
-        gradient_stretch<T, true, kBackwardPolicy.threads, 1>(row, row_max[piece.row], f, here, own, to);
-      } else {
-        gradient_stretch<T, false, kBackwardPolicy.threads, kBackwardPolicy.unroll>(row, row_max[piece.row], f, options, own, to);
-      }
+      ColumnOptions here = options;
+      if (kColumns && options.weights != nullptr) here.weights += target - own;  // own is relative to the stretch
+      gradient_stretch<T, kColumns>(row, ahead, row_max[piece.row], f, here, own, to);
+    } else {
+      fill_stretch<T, kThreads>(piece.length, canonical_nan<T>(), to);
     }
     __syncthreads();
   }
@@ -44,12 +47,17 @@ Kind kind_of(const Upstream& u, const ColumnOptions& columns) {
   return u.lse != nullptr || u.divisor == Divisor::kWeights ? Kind::kOptions : Kind::kPlain;
 }
 
-template <class... Args>
-void launch(const Logits& logits, dim3 blocks, Kind kind, void* grad, Context context, const Args&... args) {
+void launch(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, bool unless_one, const Shard& shard,
+            const ColumnOptions& columns, void* grad, int64_t grad_stride, Context context) {
+  const Kind kind = kind_of(upstream, columns);
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
+    const Pieces pieces = cut_rows(kBackwardPolicy<T>, logits.rows, shard.hi - shard.lo, sizeof(T));
+    // usually, if it is 1, there is nothing to do: few blocks, so that leaving is quick
+    const int64_t most = unless_one ? 8 * processors() : INT32_MAX, items = logits.rows * pieces.pieces;
     const auto kernel = kind == Kind::kColumns ? backward_kernel<T, true, true> : kind == Kind::kOptions ? backward_kernel<T, true, false> : backward_kernel<T, false, false>;
-    kernel<<<blocks, kBackwardPolicy.threads, 0, stream_of(context)>>>(logits, args..., static_cast<T*>(grad));
+    kernel<<<static_cast<unsigned>(items < most ? items : most), kBackwardPolicy<T>.threads, 0, stream_of(context)>>>(
+        logits, targets, row_max, states, upstream, unless_one, shard, columns, pieces, grad_stride, static_cast<T*>(grad));
   });
   check(cudaGetLastError(), "grad_logits");
 }
@@ -58,19 +66,12 @@ void launch(const Logits& logits, dim3 blocks, Kind kind, void* grad, Context co
 
 void backward(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream, const Shard& shard,
               const ColumnOptions& columns, void* grad, int64_t grad_stride, Context context) {
-  const Pieces pieces = cut_rows(kBackwardPolicy, logits.rows, shard.hi - shard.lo, element_bytes(logits.dtype));
-  launch(logits, grid(logits.rows, pieces), kind_of(upstream, columns), grad, context, targets, row_max, states, upstream, false, shard, columns, pieces, grad_stride);
+  launch(logits, targets, row_max, states, upstream, false, shard, columns, grad, grad_stride, context);
 }
 
 void backward_unless_one(const Logits& logits, const Targets& targets, const float* row_max, const RowStates& states, const Upstream& upstream,
                          const ColumnOptions& columns, void* grad, int64_t grad_stride, Context context) {
-  const Shard whole = {0, logits.columns, 0};
-  const Pieces pieces = cut_rows(kBackwardPolicy, logits.rows, logits.columns, element_bytes(logits.dtype));
-  // usually there is nothing to do: few blocks, so that leaving is quick
-  dim3 blocks = grid(logits.rows, pieces);
-  const unsigned most = static_cast<unsigned>(8 * processors()) / blocks.y + 1;
-  if (blocks.x > most) blocks.x = most;
-  launch(logits, blocks, kind_of(upstream, columns), grad, context, targets, row_max, states, upstream, true, whole, columns, pieces, grad_stride);
+  launch(logits, targets, row_max, states, upstream, true, {0, logits.columns, 0}, columns, grad, grad_stride, context);
 }
 
 }  // namespace cuda

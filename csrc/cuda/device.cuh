@@ -92,6 +92,45 @@ struct RowVectors {
 #pragma unroll
       for (int u = 0; u < kUnroll; ++u) whole(v[u], i + u * kThreads);
     }
+    for_rest<kThreads>(i, whole, partial);
+  }
+
+  // The same, but that the first loads can be made before something that takes long.
+  template <int kThreads, int kUnroll>
+  struct Ahead {
+    Vector<T> v[kUnroll];
+    int i;
+    bool any;
+    __device__ __forceinline__ void load(const RowVectors& row) {
+      any = i + (kUnroll - 1) * kThreads < row.whole_end();
+      if (!any) return;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) v[u] = row.load(i + u * kThreads);
+    }
+  };
+  template <int kThreads, int kUnroll>
+  __device__ __forceinline__ Ahead<kThreads, kUnroll> load_ahead() const {
+    Ahead<kThreads, kUnroll> ahead;
+    ahead.i = whole_begin() + static_cast<int>(threadIdx.x);
+    ahead.load(*this);
+    return ahead;
+  }
+  template <int kThreads, int kUnroll, class Whole, class Partial>
+  __device__ __forceinline__ void for_each(Ahead<kThreads, kUnroll> ahead, const Whole& whole, const Partial& partial) const {
+    if (length <= 0) return;
+    while (ahead.any) {
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) whole(ahead.v[u], ahead.i + u * kThreads);
+      ahead.i += kUnroll * kThreads;
+      ahead.load(*this);
+    }
+    for_rest<kThreads>(ahead.i, whole, partial);
+  }
+
+ private:
+  template <int kThreads, class Whole, class Partial>
+  __device__ __forceinline__ void for_rest(int i, const Whole& whole, const Partial& partial) const {
+    const int end = whole_end();
 #pragma unroll 1
     for (; i < end; i += kThreads) {
       Vector<T> v = load(i);
@@ -156,6 +195,13 @@ __device__ __forceinline__ uint64_t warp_sum(uint64_t v) {
   return v;
 }
 
+// The sum modulo 2^64 of the lanes' values, in every lane: by pieces of 22 bits, 32 of which fit 32 bits.
+__device__ __forceinline__ uint64_t warp_total(uint64_t v) {
+  constexpr uint32_t kMask = (1u << 22) - 1, kAll = 0xFFFFFFFFu;
+  const uint64_t low = __reduce_add_sync(kAll, static_cast<uint32_t>(v) & kMask), middle = __reduce_add_sync(kAll, static_cast<uint32_t>(v >> 22) & kMask);
+  return low + (middle << 22) + (static_cast<uint64_t>(__reduce_add_sync(kAll, static_cast<uint32_t>(v >> 44))) << 44);
+}
+
 // Sum over the block of each of v[0 .. kCount), valid in thread 0. `scratch` holds kCount * (threads / 32) values; all threads call.
 template <int kCount>
 __device__ __forceinline__ void block_sum(uint64_t (&v)[kCount], uint64_t* scratch) {
@@ -196,14 +242,16 @@ __device__ __forceinline__ float target_logit(const Logits& logits, const Target
 
 // ---- work
 
-// Each row of `columns` in `pieces` cuts of `length`; block (x, y) takes piece y of row x.
+// Each row of `columns` in `pieces` cuts of `length`.
 struct Pieces {
   int64_t pieces, length;
 };
 struct Piece {
   int64_t row, begin, length;
-  __device__ __forceinline__ Piece(const Pieces& p, int64_t columns)
-      : row(blockIdx.x), begin(blockIdx.y * p.length), length(columns - begin < p.length ? columns - begin : p.length) {}
+  __device__ __forceinline__ Piece(const Pieces& p, int64_t columns, int64_t of_row, int64_t piece)
+      : row(of_row), begin(piece * p.length), length(columns - begin < p.length ? columns - begin : p.length) {}
+  // Block (x, y) takes piece y of row x.
+  __device__ __forceinline__ Piece(const Pieces& p, int64_t columns) : Piece(p, columns, blockIdx.x, blockIdx.y) {}
 };
 
 }  // namespace cuda

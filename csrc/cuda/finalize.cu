@@ -69,29 +69,25 @@ void finalize_stats(const int64_t* digits, const int64_t* stat_words, const floa
 
 namespace {
 
+// Words of rows that kernels add to.
+void clear(int64_t* words, int64_t count, Context context) { check(cudaMemsetAsync(words, 0, count * sizeof(int64_t), stream_of(context)), "cudaMemsetAsync"); }
+
 // forward, stage by stage, but for the statistics' results.
 void by_stages(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total,
                Context context) {
   const Shard whole = {0, logits.columns, 0};
   row_max_of(logits, targets, whole, row_max, context);
   accumulate(logits, targets, row_max, whole, options.map, scratch.digits, false, context);
-  if (options.smoothing != 0.0) sum_logits(logits, targets, row_max, whole, options.map, options.weights, scratch.words.logits, context);
+  if (options.smoothing != 0.0) {
+    clear(scratch.words.logits, logits.rows * kLogitWords, context);
+    sum_logits(logits, targets, row_max, whole, options.map, options.weights, scratch.words.logits, context);
+  }
   if (scratch.words.stats != nullptr) {
     sum_stats(logits, targets, row_max, whole, options.map, scratch.words.stats, context);
     row_least(logits, targets, whole, scratch.words.least, context);
   }
   finalize_whole(scratch, logits, targets, row_max, options, out, context);
   if (total.out != nullptr) reduce_losses(out.loss, targets, logits.rows, scratch.zeros, total, context);
-}
-
-// The words of rows that kernels add to.
-void clear_words(const RowWords& words, int64_t rows, Context context) {
-  const auto clear = [&](void* at, int64_t bytes) {
-    if (at != nullptr) check(cudaMemsetAsync(at, 0, bytes, stream_of(context)), "cudaMemsetAsync");
-  };
-  clear(words.logits, rows * kLogitWords * sizeof(int64_t));
-  clear(words.stats, rows * kStatWords * sizeof(int64_t));
-  clear(words.least, rows * sizeof(float));
 }
 
 }  // namespace
@@ -103,7 +99,7 @@ void forward(const Logits& logits, const Targets& targets, const RowOptions& opt
 
 void forward_backward(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out,
                       const StatOutputs& stats, const Total& total, void* grad, int64_t grad_stride, Context context) {
-  clear_words(scratch.words, logits.rows, context);
+  if (scratch.words.stats != nullptr) clear(scratch.words.stats, logits.rows * kStatWords, context);
   if (!fused(logits, targets, options, scratch, row_max, out, total, grad, grad_stride, context)) {
     by_stages(logits, targets, options, scratch, row_max, out, total, context);
     if (grad != nullptr)

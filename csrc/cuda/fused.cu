@@ -5,7 +5,7 @@
 namespace dce {
 namespace cuda {
 
-void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_t>(processors()) * kMailboxes * (sizeof(Mail) / sizeof(int64_t)); }
+void zero_words(int64_t* words, Context) { *words = kMailAt + static_cast<int64_t>(processors()) * kMailboxes * (sizeof(Mail<true>) / sizeof(int64_t)); }
 
 bool fused(const Logits& logits, const Targets& targets, const RowOptions& options, const Scratch& scratch, float* row_max, const RowOutputs& out, const Total& total, void* grad,
            int64_t grad_stride, Context context) {

@@ -57,9 +57,11 @@ __device__ __forceinline__ void store_lanes(const Vector<T>& v, int64_t column, 
     if (column + j >= 0 && column + j < length) to[column + j] = v.lane[j];
 }
 
-// A block writes the gradient of a stretch; `own` is the target's column in it, or outside [0, length). columns: of these, with kColumns. All threads call.
+// A block writes the gradient of a stretch, of which it has begun to read; `own` is the target's column in it, or outside [0, length). columns: of these, with kColumns.
+// All threads call.
 template <class T, bool kColumns, int kThreads, int kUnroll>
-__device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float max, RowScale f, const ColumnOptions& columns, int64_t own, T* to) {
+__device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, const typename RowVectors<T>::template Ahead<kThreads, kUnroll>& ahead, float max, RowScale f,
+                                                 const ColumnOptions& columns, int64_t own, T* to) {
   constexpr int kLanes = kVector<T>;
   const RowFrame frame = row_frame(kColumns ? mapped(columns.map, max) : max);
   const float row_magic = magic(frame.n_max);
@@ -87,7 +89,7 @@ __device__ __forceinline__ void gradient_stretch(const RowVectors<T>& row, float
       compute(v, i);
       __stcs(reinterpret_cast<uint4*>(to + row.column(i)), v.raw);
     };
-    row.template for_each<kThreads, kUnroll>(whole, by_lane);
+    row.for_each(ahead, whole, by_lane);
   } else {
     row.template for_each<kThreads, 1>(by_lane, by_lane);
   }

@@ -1,5 +1,6 @@
 // The count of rows, the exact sum of their losses, and its rounding (SPEC 8); and the term by itself, for the exhaustive test.
 #include "launch.h"
+#include "pipeline.cuh"
 #include "reduce.cuh"
 
 namespace dce {
@@ -70,6 +71,9 @@ __global__ void __launch_bounds__(kSumThreads) count_targets_kernel(Targets targ
 constexpr int kOneBlock = 1024;
 constexpr int64_t kFewRows = 32768;
 __global__ void __launch_bounds__(kOneBlock) clear_and_count_kernel(Targets targets, int64_t rows, int64_t* sums, int64_t words) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  let_next_kernel_start();  // the fused kernel, which waits for this one before it adds or divides
+#endif
   for (int64_t i = threadIdx.x; i < words; i += kOneBlock) sums[i] = 0;
   const int count = count_of(targets, rows, threadIdx.x, kOneBlock);
   __syncthreads();

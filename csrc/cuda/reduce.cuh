@@ -29,26 +29,21 @@ __device__ __forceinline__ void add_to_batch(const int64_t* block_words, int64_t
   if (total.out != nullptr && is_last_block(batch_words + kBatchWords) && threadIdx.x == 0) write_total(batch_words, total);
 }
 
-// The same where blocks are many, which would wait for each other's atomic additions: each leaves its words in `parts`, of kSumWords a block, and the last adds them up.
-template <int kThreads>
-__device__ __forceinline__ void add_parts_to_batch(const int64_t* block_words, int64_t* parts, int64_t* batch_words, const Total& total) {
-  constexpr int kRuns = kThreads / kSumWords;
-  __shared__ int64_t run[kRuns * kSumWords];
-  if (threadIdx.x < kSumWords) parts[blockIdx.x * kSumWords + threadIdx.x] = block_words[threadIdx.x];
-  if (!is_last_block(batch_words + kBatchWords)) return;
-  if (threadIdx.x < kRuns * kSumWords) {
-    int64_t sum = 0;
-    for (unsigned i = threadIdx.x; i < gridDim.x * kSumWords; i += kRuns * kSumWords) sum += __ldcg(&parts[i]);
-    run[threadIdx.x] = sum;
+// The same by warps, lane i with word i: `done` more of `all` have nothing to add any more. The last rounds the total, unless weights divide it.
+__device__ __forceinline__ void add_to_batch_by_warp(int64_t word, unsigned done, unsigned all, int64_t* batch_words, const Total& total) {
+  const int lane = threadIdx.x % kWarp;
+  if (total.out == nullptr) return;
+  if (lane < kSumWords && word != 0) atomic_add(&batch_words[lane], word);
+  if (done == 0) return;
+  __threadfence();
+  __syncwarp();
+  if (lane == 0 && atomicAdd(reinterpret_cast<unsigned*>(batch_words + kBatchWords), done) == all - done) {
+    __threadfence();
+    int64_t words[kSumWords];
+#pragma unroll
+    for (int i = 0; i < kSumWords; ++i) words[i] = __ldcg(&batch_words[i]);
+    if (total.divisor != Divisor::kWeights) *total.out = round_over_count(words, total.divisor == Divisor::kCount);
   }
-  __syncthreads();
-  if (threadIdx.x < kSumWords) {
-    int64_t sum = __ldcg(&batch_words[threadIdx.x]);  // the count is there
-    for (int i = 0; i < kRuns; ++i) sum += run[i * kSumWords + threadIdx.x];
-    batch_words[threadIdx.x] = sum;
-  }
-  __syncthreads();
-  if (threadIdx.x == 0) write_total(batch_words, total);
 }
 
 }  // namespace cuda

@@ -26,11 +26,11 @@ struct Share {
   bool tabled;   // every logit is in the table, and every term in two windows
 };
 
-// The least logit above -inf of a share to its row's. low: the least, -inf included.
+// The image of the least logit above -inf of a share. low: the least, -inf included.
 template <class T>
-__device__ __forceinline__ void add_least(const uint4* slice, int vectors, int first, float low, float* least) {
-  Vector<T> v;
+__device__ __forceinline__ uint32_t least_image(const uint4* slice, int vectors, int first, float low) {
   if (low == -INFINITY) {
+    Vector<T> v;
     low = INFINITY;
     for (int i = first; i < vectors; i += kWorkers * kWarp) {
       v.raw = slice[i];
@@ -39,51 +39,57 @@ __device__ __forceinline__ void add_least(const uint4* slice, int vectors, int f
     }
     low = from_order_image(__reduce_min_sync(0xFFFFFFFFu, order_image(low)));
   }
-  if (threadIdx.x % kWarp == 0) atomicMax(reinterpret_cast<unsigned*>(least), image_of_least(low));
+  return image_of_least(low);
 }
 
-// The sum of logits of a share, as lane(v, j) gives them, to its row's four words; for a row that is not shifted. top, low: the greatest and the least of these, -inf included.
+// The sum of logits of a share, as lane(v, j) gives them; for a row that is not shifted. top, low: the greatest and the least of these, -inf included.
 template <class T, class Lane>
-__device__ __forceinline__ void add_logit_sum(const uint4* slice, int vectors, int columns, int first, float top, float low, const Lane& lane, int64_t* words) {
+__device__ __forceinline__ void add_logits(const uint4* slice, int vectors, int columns, int first, float top, float low, const Lane& lane, Extra& extra) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   Vector<T> v;
-  LogitSum sum;
+  FixedSum sum;
   if (low > -kLogitLimit / 2 && top < kLogitLimit / 2) {  // half, for a cap's map may fall a little
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
 #pragma unroll
-      for (int j = 0; j < kLanes; ++j) sum.add_small(lane(v, j));
+      for (int j = 0; j < kLanes; ++j) add_fixed<kLogitShift>(sum, lane(v, j));
     }
   } else {
+    bool wide = false;
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
 #pragma unroll
-      for (int j = 0; j < kLanes; ++j)
-        if (i * kLanes + j < columns) sum.add(lane(v, j));
+      for (int j = 0; j < kLanes; ++j) {
+        const float p = lane(v, j);
+        const bool small = fabsf(p) < kLogitLimit;
+        wide = wide || (!small && i * kLanes + j < columns);  // beyond: columns of the padding
+        add_fixed<kLogitShift>(sum, small ? p : 0.0f);
+      }
     }
+    extra.wide = __any_sync(0xFFFFFFFFu, wide);
   }
-  sum.finish(words);
+  extra.logits = warp_total(sum);
 }
 
 // A lane of a vector as the softmax takes it. Under a cap float32 logits have been replaced by what they are mapped to.
-template <class T, bool kExtras, class Map>
+template <class T, class Map>
 __device__ __forceinline__ float mapped_lane(const Map& map, bool has_cap, T x) {
-  if (!kExtras) return widen(x);
+  if (!Map::kMaps) return widen(x);
   if (has_cap) return std::is_same_v<T, float> ? widen(x) : map(widen(x));
   return map.scaled(widen(x));
 }
-template <class T, bool kExtras, class Map>
+template <class T, class Map>
 __device__ __forceinline__ void mapped_lanes(const Map& map, bool has_cap, const Vector<T>& v, float (&x)[kVector<T>]) {
 #pragma unroll
-  for (int j = 0; j < kVector<T>; ++j) x[j] = mapped_lane<T, kExtras>(map, has_cap, v.lane[j]);
+  for (int j = 0; j < kVector<T>; ++j) x[j] = mapped_lane(map, has_cap, v.lane[j]);
 }
 
-// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ... kExtras: with what `extras` asks for, of row `row`; else nothing of these is looked at.
+// A warp's share of a slice: vectors `first`, first + kWorkers * 32, ... kExtras: with what `extras` asks for, too; else nothing of these is looked at.
 template <class T, bool kExtras, class Map>
-__device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int columns, int first, const TermTable<T>& table, const Map& map, const RowExtras& extras, int64_t row,
-                                           WarpSum& out) {
+__device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int columns, int first, const TermTable<T>& table, const Map& map, const RowExtras& extras,
+                                           ShareSum<kExtras>& out) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   const int lane = threadIdx.x % kWarp;
@@ -98,12 +104,13 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
   const int32_t image = __reduce_max_sync(all, order_image(extremes.greatest()));
   const float raw_top = from_order_image(image), top = map(raw_top);
   Share share = {is_nan(raw_top) ? -INFINITY : from_order_image(__reduce_min_sync(all, order_image(extremes.least()))), 0.0f, false};
-  const bool has_cap = kExtras && extras.options.map.cap != 0.0f;
+  const bool has_cap = Map::kMaps && extras.options.map.cap != 0.0f;
   const float raw_low = share.low, lowest_near = kMagic + static_cast<float>(map.above());  // z of the lowest term that is surely in the window
   if constexpr (kExtras) {
     share.low = map(raw_low);
-    if (extras.words.stats != nullptr) add_least<T>(slice, vectors, first, raw_low, extras.words.least + row);
-    if (std::is_same_v<T, float> && has_cap) {
+    Extra extra = kNoExtra;
+    if (extras.words.stats != nullptr) extra.least = least_image<T>(slice, vectors, first, raw_low);
+    if (Map::kMaps && std::is_same_v<T, float> && has_cap) {
 #pragma unroll 2
       for (int i = first; i < vectors; i += kStride) {
         v.raw = slice[i];
@@ -113,8 +120,11 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
       }
       fence_async();
     }
-    const auto mapped_to = [&](const Vector<T>& u, int j) { return mapped_lane<T, kExtras>(map, has_cap, u.lane[j]); };
-    if (extras.words.logits != nullptr) add_logit_sum<T>(slice, vectors, columns, first, top, share.low, mapped_to, extras.words.logits + row * kLogitWords);
+    if (extras.words.logits != nullptr) {
+      const auto mapped_to = [&](const Vector<T>& u, int j) { return mapped_lane(map, has_cap, u.lane[j]); };
+      add_logits<T>(slice, vectors, columns, first, top, share.low, mapped_to, extra);
+    }
+    if (lane == 0) out.extra = extra;
   }
 
   Windows w;
@@ -123,7 +133,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
   const int32_t n_top = (has_terms ? term_exponent(term(top)) : 0) + map.above();
   const float near_magic = magic(n_top - 31);
   if constexpr (TermTable<T>::kExists) {
-    const float limit = kExtras ? table.limit() : TermTable<T>::kLimit;
+    const float limit = Map::kMaps ? table.limit() : TermTable<T>::kLimit;
     if (table.filled && has_terms && raw_top < limit && top < TermTable<T>::kLimit) {
       float raw_finite = raw_low;
       if (raw_low == -INFINITY) {
@@ -172,7 +182,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes<T, kExtras>(map, has_cap, v, x);
+      mapped_lanes(map, has_cap, v, x);
       add_near_terms(w, x, near_magic);
     }
   } else if (has_terms && term(share.low, near_magic).z >= lowest_near - 32) {  // in two
@@ -180,13 +190,13 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
 #pragma unroll 2
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes<T, kExtras>(map, has_cap, v, x);
+      mapped_lanes(map, has_cap, v, x);
       add_near_and_far_terms(w, x, far_magic);
     }
   } else if (has_terms) {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes<T, kExtras>(map, has_cap, v, x);
+      mapped_lanes(map, has_cap, v, x);
       below = max(below, add_terms(w, x, near_magic));
     }
   }
@@ -216,7 +226,7 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
 // The same share of the gradient, to `to`, and of the row's statistics, if they are asked for.
 template <class T, bool kExtras, class Map, class Stats>
 __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
-                                            const RowMessage& message, T* to, Stats& stats) {
+                                            const MessageOf<kExtras>& message, T* to, Stats& stats) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   constexpr bool kStats = !std::is_same_v<Stats, NoStats>;
@@ -228,7 +238,7 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
   const float row_magic = magic(message.n_max);
   // 2^-n_max goes from the term into the scale, where that is exact
   const int32_t scale_exponent = static_cast<int32_t>(bits(message.scale.scale) >> 23 & 0xFF), shifted_exponent = scale_exponent - message.n_max;
-  const bool has_cap = kExtras && extras.options.map.cap != 0.0f;
+  const bool has_cap = Map::kMaps && extras.options.map.cap != 0.0f;
   // under a cap the constant has a slope of its own, and statistics want what the table has not
   const bool table_has_it = !has_cap || (!kStats && extras.options.smoothing == 0.0);
   const bool scalable = scale_exponent > 0 && shifted_exponent > 0 && shifted_exponent < 255 && (!kStats || (message.n_max > -80 && message.n_max < 80));
@@ -237,7 +247,7 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
       const float scale = from_bits(bits(message.scale.scale) - (static_cast<uint32_t>(message.n_max) << 23));
       const auto power = [&](int k) { return from_bits(static_cast<uint32_t>(127 + k) << 23); };
       const float to_high = power(kFixedHigh - message.n_max), from_high = power(message.n_max - kFixedHigh), to_low = power(kFixedBits - message.n_max);
-      const auto write = [&](auto tabled, const TermTable<T>& values) {
+      const auto write = [&](auto tabled, const TermTable<T>& values, auto finite) {
         constexpr int kTabled = decltype(tabled)::value;
 #pragma unroll 2
         for (int i = first; i < vectors; i += kStride) {
@@ -246,7 +256,10 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
           values.look_up(v.raw, value);
           if constexpr (kStats) {  // of -inf the value is 0, and 0 times infinity is not
 #pragma unroll
-            for (int j = 0; j < kTabled; ++j) add_fixed(stats.sum, mul32(value[j], fminf(add32(stats.top, -map.scaled(widen(v.lane[j]))), 0x1p+30f)), to_high, from_high, to_low);
+            for (int j = 0; j < kTabled; ++j) {
+              const float below = add32(stats.top, -map.scaled(widen(v.lane[j])));
+              add_fixed(stats.sum, mul32(value[j], decltype(finite)::value ? below : fminf(below, 0x1p+30f)), to_high, from_high, to_low);
+            }
           }
           if constexpr (kTabled < kLanes) {
             float rest[kLanes - kTabled];
@@ -262,20 +275,22 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
           store(v, i);
         }
       };
-      if (kExtras && has_cap) {
+      if (has_cap) {
         TermTable<T> slopes = table;
         slopes.entries = table.slopes;
-        write(Constant<kLanes>(), slopes);
+        write(Constant<kLanes>(), slopes, std::false_type());
       } else if (share.finite == share.low && !kStats) {
-        write(Constant<kTabledLanes>(), table);
+        write(Constant<kTabledLanes>(), table, std::false_type());
+      } else if (kStats && share.finite == share.low) {
+        write(Constant<kLanes>(), table, std::true_type());
       } else {
-        write(Constant<kLanes>(), table);
+        write(Constant<kLanes>(), table, std::false_type());
       }
     }
   } else if (has_cap) {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes<T, kExtras>(map, true, v, x);
+      mapped_lanes(map, true, v, x);
       gradients_with<T>(x, extras.options.map, row_magic, message.scale, v.lane, 0.0f, NoWeight(), stats);
       store(v, i);
     }
@@ -283,14 +298,14 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
 #pragma unroll 4
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes<T, kExtras>(map, false, v, x);
+      mapped_lanes(map, false, v, x);
       gradients<T, false, kExtras>(x, row_magic, message.scale, v.lane, stats);
       store(v, i);
     }
   } else {
     for (int i = first; i < vectors; i += kStride) {
       v.raw = slice[i];
-      mapped_lanes<T, kExtras>(map, false, v, x);
+      mapped_lanes(map, false, v, x);
       gradients<T, true, kExtras>(x, row_magic, message.scale, v.lane, stats);
       store(v, i);
     }
@@ -300,7 +315,7 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
 }
 template <class T, bool kExtras, class Map>
 __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
-                                            const RowMessage& message, T* to) {
+                                            const MessageOf<kExtras>& message, T* to) {
   NoStats none;
   write_lanes<T, kExtras>(slice, vectors, first, share, table, map, extras, message, to, none);
 }
@@ -308,13 +323,13 @@ __device__ __forceinline__ void write_share(const uint4* slice, int vectors, int
 // The share's statistics, and its gradient unless `to` is null. logits: the slice as it came.
 template <class T, class Map>
 __device__ __forceinline__ void write_share_and_stats(const uint4* slice, int vectors, int first, const Share& share, const TermTable<T>& table, const Map& map, const RowExtras& extras,
-                                                      const RowMessage& message, const T* logits, int64_t* words, T* to) {
+                                                      const MessageWithStats& message, const T* logits, int64_t* words, T* to) {
   constexpr int kLanes = kVector<T>;
   constexpr int kStride = kWorkers * kWarp;
   WithStats stats;
   stats.top = map(message.max);
   write_lanes<T, true>(slice, vectors, first, share, table, map, extras, message, to, stats);
-  add_stats(total(stats.sum), words);
+  add_stats(stats.sum, words);
   if (message.before <= 0) return;
   bool found = false;
   Vector<T> v;

@@ -8,6 +8,8 @@ namespace cuda {
 
 __device__ __forceinline__ int64_t warp_sum(int64_t v) { return static_cast<int64_t>(warp_sum(static_cast<uint64_t>(v))); }  // in lane 0
 
+__device__ __forceinline__ int64_t warp_total(const FixedSum& sum) { return static_cast<int64_t>(warp_total(static_cast<uint64_t>(total(sum)))); }  // in every lane
+
 // A thread's part of a row's sum of logits.
 struct LogitSum {
   FixedSum small;
@@ -48,9 +50,9 @@ struct LogitSum {
   }
 };
 
-// e, a thread's, to a row's statistics.
-__device__ __forceinline__ void add_stats(int64_t e, int64_t* row) {
-  e = warp_sum(e);
+// A warp's summands of the entropy, to a row's statistics.
+__device__ __forceinline__ void add_stats(const FixedSum& sum, int64_t* row) {
+  const int64_t e = warp_total(sum);
   if (threadIdx.x % kWarp != 0 || e == 0) return;
   atomic_add(&row[0], stat_low(e));
   atomic_add(&row[1], stat_high(e));
