@@ -87,26 +87,30 @@ class LossWithOptions(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
-def _how(logits, reduction, in_place):
-    wanted = logits.requires_grad and torch.is_grad_enabled()
-    return IN_PLACE if in_place else FUSED if wanted and reduction != NONE else SEPARATE
+def _by_op(logits):
+    """Whether the pure op is called as it is: for a compiler, which may keep or share a buffer as it likes and must see no writing in place; under transforms; and where no
+    gradient is wanted, for it is quicker than a Function."""
+    return torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not (logits.requires_grad and torch.is_grad_enabled())
+
+
+def _how(reduction, in_place):
+    return IN_PLACE if in_place else FUSED if reduction != NONE else SEPARATE
 
 
 def loss_with_options(logits, targets, reduction, ignore_index, options, in_place=False):
     """``(out, lse, status, z_loss, sums, stats)``; out and lse are differentiable. As ``loss``."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    if _by_op(logits):
         out, _, _, _, sums, status, lse, z_loss, *stats = ops.cross_entropy_with_options(logits, targets, reduction, ignore_index, *options.of_loss)
         return out, lse, status, z_loss, sums, stats
     rows = []
-    out, lse = LossWithOptions.apply(logits, targets, reduction, ignore_index, _how(logits, reduction, in_place), rows, options)
+    out, lse = LossWithOptions.apply(logits, targets, reduction, ignore_index, _how(reduction, in_place), rows, options)
     return (out, lse, *rows)
 
 
 def loss(logits, targets, reduction, ignore_index, in_place=False):
     """``(out, rowmax, denom, status)``, differentiable in eager mode and under torch.compile."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
-        # A compiler may keep or share a buffer as it likes: the pure pair of ops, and no writing in place.
+    if _by_op(logits):
         out, rowmax, denom, _, _, status = ops.cross_entropy(logits, targets, reduction, ignore_index)
         return out, rowmax, denom, status
     rows = []
-    return (Loss.apply(logits, targets, reduction, ignore_index, _how(logits, reduction, in_place), rows), *rows)
+    return (Loss.apply(logits, targets, reduction, ignore_index, _how(reduction, in_place), rows), *rows)
