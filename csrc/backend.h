@@ -55,7 +55,6 @@ struct ColumnOptions {
   LogitMap map;
   const float* weights;  // with smoothing, of each class; or null
 };
-constexpr ColumnOptions kPlainColumns = {false, kNoMap, nullptr};
 DCE_FN ColumnOptions columns_of(const RowOptions& o) {
   return {o.on && (o.smoothing != 0.0 || !is_identity(o.map)), o.map, o.smoothing != 0.0 ? o.weights.data : nullptr};
 }

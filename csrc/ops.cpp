@@ -83,6 +83,7 @@ const int64_t* view_items(const std::optional<Tensor>& num_items, const Tensor& 
 }
 Weights view_weights(const std::optional<Tensor>& weight, const Tensor& like) {
   if (!weight.has_value()) return {nullptr, 0};
+  STD_TORCH_CHECK(weight->dim() == 1 && weight->size(0) > 0, "weight: expected [V] with V >= 1");  // nothing at all would be taken for no weights
   return {float_rows(*weight, "weight", like, weight->size(0)), weight->size(0)};
 }
 Shard shard(const Logits& logits, int64_t lo, int64_t hi, int64_t start) {

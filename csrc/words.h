@@ -44,7 +44,7 @@ constexpr int kLogitShift = 12;      // FixedSum holds p 2^-12: units of 2^-43 t
 constexpr float kLogitLimit = 4096;  // |p| below: by FixedSum
 constexpr int64_t kInfiniteLogit = int64_t{1} << 47;  // in word 3, beside the rest of Z, whose magnitude is at most 2^46
 
-// z, a sum in units of 2^-31 with |z| < 2^62, as what it adds to words 0 and 1.
+// z, a sum in units of 2^-31 with |z| < 2^63, as what it adds to words 0 and 1.
 DCE_FN int64_t low_word(int64_t z) { return z & ((int64_t{1} << kLogitRadix) - 1); }
 DCE_FN int64_t high_word(int64_t z) { return z >> kLogitRadix; }  // floor
 // A finite p that FixedSum does not take, at least 2^12, as what it adds to words `at` and `at` + 1: 2^14 of them at most before a carry.

@@ -699,8 +699,8 @@ def batch(rows, targets, reduction, ignore_index=-100):
 # Between ranks (section 11)
 
 
-def rank_salt(ignore_index, reduction, rows, lam=0.0, valid=0, weighted=False, epsilon=0.0, sigma=1.0, kappa=None, V=0, by_items=False):
-    parts = [ignore_index, ("none", "mean", "sum").index(reduction) + 4 * by_items + 8 * V, rows]
+def rank_salt(ignore_index, reduction, rows, lam=0.0, valid=0, weighted=False, epsilon=0.0, sigma=1.0, kappa=None, V=0, by_items=False, replicas=0):
+    parts = [ignore_index, ("none", "mean", "sum").index(reduction) + 4 * by_items + 8 * V + 2**34 * replicas, rows]
     if lam or valid or weighted:
         parts += [bits64(lam), valid]
     if epsilon or (sigma, kappa) != (1.0, None):

@@ -5,6 +5,7 @@ Eight processes are started once and run all cases, in subgroups of 1, 2, 3, 4 a
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import socket
@@ -442,6 +443,8 @@ def wrong_only_with_validate(dce, rank, groups):
         "vocab_size": lambda: parallel(x, t, group=group, vocab_size=30 if rank else 31),
         "no vocab_size": lambda: parallel(x, t, group=group, vocab_size=None if rank else 30),
         "wrong vocab_size": lambda: parallel(x, t, group=group, vocab_size=0 if rank == 2 else 30),
+        "no weights": lambda: parallel(x, t, group=group, weight=torch.ones(30)[: 0 if rank == 1 else 30]),
+        "few weights": lambda: parallel(x, t, group=group, weight=torch.ones(20), valid_vocab=25),
         "dp_group": lambda: parallel(x, t, "none", group=group, dp_group=alone),
         "no columns": lambda: parallel(x[:, :0], t, group=group),
         "group": lambda: parallel(x, t, group=3),
@@ -1056,6 +1059,8 @@ def test_what_the_ranks_found(dce):
     ("vocab_start", "ValueError", r"rank 1: vocab_start: .*-1"),
     ("vocab_size", "ValueError", r"vocab_size: rank 1 has 30, rank 0 has 31"),
     ("no vocab_size", "ValueError", r"vocab_size: rank 1 has None, rank 0 has 30"),
+    ("no weights", "ValueError", r"rank 1: weight: expected shape \[V\] with V >= 1, got \(0,\)"),
+    ("few weights", "ValueError", r"rank 0: valid_vocab: expected 1 to 20, got 25"),
     ("wrong vocab_size", "ValueError", r"rank 2: vocab_size: .*got 0"),
     ("dp_group", "ValueError", r"rank 0: dp_group: .*'none'"),
     ("no columns", "ValueError", r"no rank has a column"),
@@ -1318,6 +1323,7 @@ def one_rank_is_wrong(rank, world):
     tp, dp, parallel, other = tp[rank // 2], dp[rank % 2], dce.vocab_parallel_cross_entropy, [None] * world
     x, t = SMALL[:, 15 * (rank % 2) : 15 * (rank % 2) + 15], SMALL_TARGETS
     seen = {"dp_group on one": [error_of(lambda: parallel(x, t, group=tp, dp_group=dp if rank == r else None)) for r in range(world)]}
+    seen["dp_group on one of two"] = parallel(x, t, group=tp, dp_group=dp if rank % 2 == 0 else None, validate=False).item()
     seen["group"] = error_of(lambda: dce.data_parallel_cross_entropy(x, t, group="x" if rank == 0 else None))
     if rank == 0:
         dist.all_gather_object(other, "something else")
@@ -1332,6 +1338,7 @@ def test_one_rank_is_wrong():
         for alone, error in enumerate(outcome["dp_group on one"]):
             expected = ("ValueError", f"dp_group: rank {alone ^ 1} has None, rank {alone} has one") if rank // 2 == alone // 2 else None
             assert error == expected, (rank, alone)
+        assert math.isnan(outcome["dp_group on one of two"])   # who shares a vocabulary would else have different means
         group, dp_group = ("TypeError", "expected a ProcessGroup"), ("TypeError", "rank 0: dp_group: expected a ProcessGroup")
         for case, (kind, message) in {
             "group": group if rank == 0 else ("RuntimeError", "sends a str"),

@@ -45,12 +45,6 @@ union Vector {
   T lane[kVector<T>];
 };
 
-template <class T>
-__device__ __forceinline__ void widen(const Vector<T>& v, float (&x)[kVector<T>]) {
-#pragma unroll
-  for (int j = 0; j < kVector<T>; ++j) x[j] = widen(v.lane[j]);
-}
-
 // Columns [0, length) at `data` as 16-byte vectors on the memory's own grid: vector 0 is the one that holds column 0, so a row that starts anywhere needs no copy;
 // the first and the last may be partial.
 template <class T>

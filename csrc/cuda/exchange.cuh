@@ -2,8 +2,6 @@
 // memory of a cluster, or, for a group that is none, by global memory.
 #pragma once
 
-#include <type_traits>
-
 #include "device.cuh"
 #include "pipeline.cuh"
 
@@ -21,7 +19,7 @@ struct WarpSum {
 };
 // What options want to know of the logits of a share, a slice or a row beside that.
 struct Extra {
-  int64_t logits;  // sum of logits, with label smoothing (words.h): below 2^43 each, 2^62 a row
+  int64_t logits;  // sum of logits, with label smoothing (words.h): at most 2^43 each, below 2^63 a row
   uint32_t least;  // image of the least of them, with statistics
   uint32_t wide;   // not 0: `logits` leaves some out, for they are too large
 };
@@ -235,7 +233,7 @@ __device__ __forceinline__ RowTotal add_mail(const Mail<kExtras>& mail, int grou
   return out;
 }
 
-// row_sums, for a row that is not degenerate and has a target, its logit as mapped: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
+// row_sums, for a row that is not degenerate; x_target: the target's logit as mapped, -inf if there is no target: S in the even lanes, D = S - T in the odd ones, so that both are rounded at once.
 __device__ __forceinline__ RowSums sums_of(const RowTotal& total, float x_target) {
   const uint32_t all = 0xFFFFFFFFu;
   const Term e = term(x_target);

@@ -195,7 +195,8 @@ struct Plan {
   size_t shared_bytes;
 };
 
-// A cluster, or a cooperative grid: where blocks wait for each other by other means, all must be on the device at once. The kernel may start before the one before it is done.
+// A cluster, or a cooperative grid: where blocks wait for each other by other means, all must be on the device at once. A cluster's kernel may start before the one before
+// it is done.
 constexpr int kLaunchAttributes = 2;
 cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute (&attribute)[kLaunchAttributes], cudaStream_t stream) {
   cudaLaunchConfig_t config = {};
@@ -214,7 +215,7 @@ cudaLaunchConfig_t configure(const Plan& plan, cudaLaunchAttribute (&attribute)[
   attribute[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute[1].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute;
-  config.numAttrs = kLaunchAttributes;
+  config.numAttrs = plan.cluster ? 2 : 1;
   return config;
 }
 

@@ -1,6 +1,8 @@
 // The fused kernel's blocks: their warps, what they keep in shared memory, and what they are given (fused.cuh).
 #pragma once
 
+#include <type_traits>
+
 #include "accumulate.cuh"
 #include "exchange.cuh"
 #include "table.cuh"
@@ -17,7 +19,7 @@ constexpr int kFusedThreads = (kLoader + 1) * kWarp;
 // combiner sends after it has read this one: no mail is overwritten unread.
 constexpr int kMailboxes = 2 * kCombiners;
 constexpr int kMailAt = 32;  // word of the zeros, after the sums and their counter: a multiple of 16 bytes
-static_assert(kMailAt > kBatchWords, "word kBatchWords is reduce_losses'");
+static_assert(kMailAt > kBatchWords, "word kBatchWords is the counter");
 constexpr int kMaxSlots = 6;
 constexpr uint32_t kBulkBytes = 16384;
 constexpr int kLineBytes = 128;  // slices and slots begin on lines, in global and in shared memory: bulk copies are an eighth slower where they do not
@@ -71,7 +73,7 @@ struct Rows {
   Targets targets;
   const int64_t* sums;  // for a mean: what it divides by; else null
   float* row_max;
-  int64_t* words;  // of rows that have statistics, and of those that are done again
+  int64_t* words;  // of rows, where statistics are asked for
   void* grad;
   void* mail;  // Mail of each group, mailbox and block, zeros; null if the group is a cluster
   int32_t group, slots;
@@ -89,7 +91,7 @@ struct RowExtras {
 // And where results go.
 struct Results {
   RowOutputs out;
-  int64_t* batch_words;  // kBatchWords, and one that counts blocks
+  int64_t* batch_words;  // kBatchWords, and one that counts the combiners that are done
   Total total;
 };
 constexpr int32_t kRedo = 1 << 30;  // the status of a row until it is done again

@@ -15,11 +15,10 @@ struct LogitSum {
   FixedSum small;
   int64_t words[kLogitWords] = {0, 0, 0, 0};
   bool infinite = false;
-  // |p| below kLogitLimit. At most kFixedTerms of these, and of others, before a fold.
-  __device__ __forceinline__ void add_small(float p) { add_fixed<kLogitShift>(small, p); }
+  // At most kFixedTerms before a fold.
   __device__ __forceinline__ void add(float p) {
     if (fabsf(p) < kLogitLimit) {
-      add_small(p);
+      add_fixed<kLogitShift>(small, p);
     } else if (is_finite(p)) {
       const WideLogit w = wide_logit(p);
 #pragma unroll

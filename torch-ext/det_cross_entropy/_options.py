@@ -113,13 +113,15 @@ def options(
             raise ValueError(f"weight: expected a dense tensor, got layout {weight.layout}")
         if weight.dim() != 1:
             raise ValueError(f"weight: expected shape [V], got {tuple(weight.shape)}")
+        if len(weight) == 0:
+            raise ValueError("weight: expected shape [V] with V >= 1, got (0,)")
         weight = weight.detach().contiguous()
     if num_items is not None:
         if mode != MEAN:
             raise ValueError("num_items: expected None, for it is what a mean divides by")
         num_items = items("num_items", num_items, logits.device)
     if valid_vocab is not None:
-        most = 2**31 - 1 if columns is None else columns
+        most = columns if columns is not None else 2**31 - 1 if weight is None else len(weight)
         if not 1 <= check.integer("valid_vocab", valid_vocab) <= most:
             raise ValueError(f"valid_vocab: expected 1 to {most}, got {valid_vocab}")
     for name, value in (("return_z_loss", return_z_loss), ("return_lse", return_lse), ("return_stats", return_stats)):

@@ -153,7 +153,7 @@ def vocab_parallel_cross_entropy(
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
         vocab_start: index of the first column of this rank; None: rank * V_rank, for equal shards in the order of ranks. All of any placement are allowed
             that cover the vocabulary once. Which columns a tensor holds cannot be seen in it: two ranks of equal width that hold each other's give another loss, without an error.
-        vocab_size: V, if known: another total of columns gives NaN, or with ``validate`` a ValueError. Otherwise ranks that each pass the whole logits, say, get the loss of the
+        vocab_size: V, if known: another total of columns gives NaN (but with ``valid_vocab``, beyond which they are not counted), or with ``validate`` a ValueError. Otherwise ranks that each pass the whole logits, say, get the loss of the
             vocabulary repeated, log(ranks) too high.
         dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
@@ -217,7 +217,8 @@ def vocab_parallel_cross_entropy(
             of_row = torch.cat([of_row, ops.order_images(-ops.rowleast(own, 0, own.shape[1]))])
         images = ranks.all_reduce(of_row, dist.ReduceOp.MAX)
         salt = () if asked is None else (asked.z_loss, asked.valid_vocab, asked.weight, asked.label_smoothing, *asked.map, asked.return_stats, asked.num_items)
-        form = mode + 4 * (num_items is not None) + 8 * columns  # of the mean and the vocabulary, the same on all ranks: SPEC 11
+        # of the mean, the vocabulary and how many ranks hold other tokens, the same on all of these ranks: SPEC 11
+        form = mode + 4 * (num_items is not None) + 8 * columns + 2**34 * (0 if tokens is None else tokens.size)
         words, maximum = ops.shard_words(own, target, images[:N], ignore_index, form, share, start, *salt)
         ranks.all_reduce(words)
         settled, target_logits = ops.settle_targets(words, target, ignore_index)
