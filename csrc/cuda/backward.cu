@@ -6,18 +6,18 @@ namespace dce {
 namespace cuda {
 namespace {
 
-// Pieces blockIdx.x, + gridDim.x, ... of all rows' one after the other; with `unless_one`, nothing if the upstream value is 1. kOptions: there is an upstream gradient of lse, or a mean divides by weights,
-// or columns have options.
+// Piece blockIdx.x of rows blockIdx.y, + gridDim.y, ...; with `unless_one`, nothing if the upstream value is 1. kOptions: there is an upstream gradient of lse, or a mean divides by weights,
+// or columns have options, which take registers.
 template <class T, bool kOptions, bool kColumns>
-__global__ void __launch_bounds__(kBackwardPolicy<T>.threads, kBackwardPolicy<T>.resident)
+__global__ void __launch_bounds__(kBackwardPolicy<T>.threads, kColumns ? kBackwardPolicy<T>.resident * 2 / 3 : kBackwardPolicy<T>.resident)
     backward_kernel(Logits logits, Targets targets, const float* row_max, RowStates states, Upstream up, bool unless_one, Shard shard, ColumnOptions options, Pieces pieces, int64_t grad_stride,
                     T* grad) {
   __shared__ RowScale shared_scale;
   constexpr int kThreads = kBackwardPolicy<T>.threads, kUnroll = kColumns ? 1 : kBackwardPolicy<T>.unroll;
   if (unless_one && *up.grad == 1.0f) return;
   const int64_t columns = shard.hi - shard.lo;
-  for (int64_t i = blockIdx.x; i < logits.rows * pieces.pieces; i += gridDim.x) {
-    const Piece piece(pieces, columns, i / pieces.pieces, i % pieces.pieces);
+  for (int64_t of_row = blockIdx.y; of_row < logits.rows; of_row += gridDim.y) {
+    const Piece piece(pieces, columns, of_row, blockIdx.x);
     const int64_t target = target_at(targets, piece.row);
     T* const to = grad + piece.row * grad_stride + piece.begin;
     if (target == targets.ignore_index) {
@@ -54,9 +54,10 @@ void launch(const Logits& logits, const Targets& targets, const float* row_max, 
     using T = decltype(type);
     const Pieces pieces = cut_rows(kBackwardPolicy<T>, logits.rows, shard.hi - shard.lo, sizeof(T));
     // usually, if it is 1, there is nothing to do: few blocks, so that leaving is quick
-    const int64_t most = unless_one ? 8 * processors() : INT32_MAX, items = logits.rows * pieces.pieces;
+    const int64_t most = unless_one ? 8 * processors() / pieces.pieces + 1 : 65535;
+    const dim3 blocks(static_cast<unsigned>(pieces.pieces), static_cast<unsigned>(logits.rows < most ? logits.rows : most));
     const auto kernel = kind == Kind::kColumns ? backward_kernel<T, true, true> : kind == Kind::kOptions ? backward_kernel<T, true, false> : backward_kernel<T, false, false>;
-    kernel<<<static_cast<unsigned>(items < most ? items : most), kBackwardPolicy<T>.threads, 0, stream_of(context)>>>(
+    kernel<<<blocks, kBackwardPolicy<T>.threads, 0, stream_of(context)>>>(
         logits, targets, row_max, states, upstream, unless_one, shard, columns, pieces, grad_stride, static_cast<T*>(grad));
   });
   check(cudaGetLastError(), "grad_logits");

@@ -18,7 +18,11 @@ __device__ __forceinline__ void combine(const Block<T, kFeatures>& block, const 
   Slot slot;
   for (int i = 0; i < own; ++i) slot.next(rows.slots);
   uint32_t turn = 0;  // even and odd rows use the combiner's two mailboxes
-  uint32_t settler = static_cast<uint32_t>(own) % rows.group;  // the block that settles the row
+  uint32_t settler = own;  // the block that settles the row: row i of the group's is block i % rows.group's
+  const auto wrap = [&] {
+    while (settler >= static_cast<uint32_t>(rows.group)) settler -= rows.group;
+  };
+  wrap();
   Waiting mine = {};  // in lane i the i-th of the rows that wait to be settled
   int waiting = 0;
   int64_t batch_word = 0;  // in lane i word i of the losses that this warp has settled
@@ -118,7 +122,8 @@ __device__ __forceinline__ void combine(const Block<T, kFeatures>& block, const 
       }
       if (++waiting == kWaitingRows) settle();
     }
-    settler = (settler + kCombiners) % rows.group;
+    settler += kCombiners;
+    wrap();
     for (int i = 0; i < kCombiners; ++i) slot.next(rows.slots);
   }
   settle();
