@@ -251,6 +251,9 @@ def check_corners(dce):
     for scale in (1.5, 20.0, 100.0, 2.0**20):
         for dtype in (torch.bfloat16, torch.float32):
             compare(f"scale {scale} {dtype}", tiny.to(dtype), logit_scale=scale)
+    for cap in (2.0**-30, 2.0**-20, 2.0**-12, 2.0**-10):  # its slope is not 1 even for these
+        for dtype in (torch.bfloat16, torch.float32):
+            compare(f"cap {cap} {dtype}", tiny.to(dtype), softcap=cap)
     compare("scale and smoothing", tiny.bfloat16(), logit_scale=1.5, label_smoothing=0.1)
     # the greater logit of each pair is mapped to less, across a border of exponents, or of 2^20
     falls = (("0x1.69eb1ap1", "-0x1.64af56p-2", "-0x1.64af54p-2"), ("0x1.74f6b8p7", "0x1.5ef4aep4", "0x1.5ef4bp4"), ("0x1.19bfeap23", "0x1.011bfep20", "0x1.011cp20"))

@@ -48,7 +48,7 @@ struct RowOptions {
   const int64_t* weight_words;  // with smoothing and weights: the exact sum of those of all classes (csrc/sums.h)
   LogitMap map;
 };
-constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}, 0, 0.0, nullptr, kNoMap};
+constexpr RowOptions kNoOptions = {false, 0.0, {nullptr, 0}, 0, 0.0, nullptr, no_map()};
 // What of these a column's gradient depends on. on: anything.
 struct ColumnOptions {
   bool on;

@@ -12,7 +12,7 @@ struct LogitMap {
   float doubled;      // 2 scale / cap
   float inverse_cap;  // 1 / cap
 };
-constexpr LogitMap kNoMap = {1.0f, 0.0f, 0.0f, 0.0f};
+DCE_FN constexpr LogitMap no_map() { return {1.0f, 0.0f, 0.0f, 0.0f}; }
 inline LogitMap make_map(double scale, double cap) {
   if (cap == 0.0) return {static_cast<float>(scale), 0.0f, 0.0f, 0.0f};
   return {static_cast<float>(scale), static_cast<float>(cap), static_cast<float>(2.0 * scale / cap), static_cast<float>(1.0 / cap)};

@@ -434,7 +434,7 @@ struct GradInputs {
   Upstream upstream;
   ColumnOptions columns;
   GradInputs(const Tensor& grad_out, const Tensor& logits, const Tensor& targets, const Tensor& rowmax, const Tensor& row_state, const std::optional<Tensor>& sums, int64_t ignore_index,
-             const std::optional<Tensor>& grad_lse = std::nullopt, const LogitMap& map = kNoMap, const std::optional<Tensor>& weight = std::nullopt, int64_t classes = 0)
+             const std::optional<Tensor>& grad_lse = std::nullopt, const LogitMap& map = no_map(), const std::optional<Tensor>& weight = std::nullopt, int64_t classes = 0)
       : x(view_logits(logits)), t(view_targets(targets, logits, x.rows, ignore_index)), max(float_rows(rowmax, "rowmax", logits, x.rows)) {
     check_vector(row_state, "state", logits, x.rows);
     STD_TORCH_CHECK(row_state.dim() == 2 && (row_state.size(1) == 2 || row_state.size(1) == 4 || row_state.size(1) == 5) && row_state.scalar_type() == ScalarType::Double,

@@ -55,7 +55,7 @@ __device__ __forceinline__ void combine(const Block<T, kFeatures>& block, const 
     if (!ignored) {
       const int box = own + (turn & 1) * kCombiners, sender = lane < rows.group ? lane : 0;
       Mail<kExtras> mail;
-      write_mail<kExtras>(block.at(slot).sum, kWorkers, map, mail);
+      write_mail<kExtras>(block.at(slot).sum, map, mail);
       if (!kGrad) release();
       if (rows.group > 1 && rows.mail == nullptr) {
         Mail<kExtras>* const cluster_mail = block.cluster_mail + box * rows.group;
@@ -114,12 +114,7 @@ __device__ __forceinline__ void combine(const Block<T, kFeatures>& block, const 
       }
     } else if (settler == block.rank) {
       if (lane == waiting) mine = {row, target, x, total.max, total.degenerate, sums, total.extra};
-      if (kExtras && extras.words.stats != nullptr && lane == 0) {
-        int64_t* const words = rows.words + row * kWords;
-#pragma unroll
-        for (int i = 0; i < kDigits - 1; ++i) words[i] = static_cast<int64_t>(total.limb[i / 2] >> (32 * (i % 2)) & 0xFFFFFFFFu);
-        words[kDigits - 1] = static_cast<int64_t>(total.limb[2] >> 32 | total.limb[3] << 32);
-      }
+      if (kExtras && extras.words.stats != nullptr && lane == 0) write_digits(rows, row, total);
       if (++waiting == kWaitingRows) settle();
     }
     settler += kCombiners;

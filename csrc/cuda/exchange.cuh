@@ -74,15 +74,15 @@ __device__ __forceinline__ auto map_of(const LogitMap& map) {
   }
 }
 
-// A warp adds the sums of a block's `workers` warps, lane i speaking for warp i. The mail is in every lane.
-template <bool kExtras, class Map>
-__device__ __forceinline__ void write_mail(const ShareSum<kExtras>* sums, int workers, const Map& map, Mail<kExtras>& out) {
+// A warp adds the sums of a block's workers, lane i speaking for worker i. The mail is in every lane.
+template <bool kExtras, int kCount, class Map>
+__device__ __forceinline__ void write_mail(const ShareSum<kExtras> (&sums)[kCount], const Map& map, Mail<kExtras>& out) {
   const int lane = threadIdx.x % kWarp;
   const uint32_t all = 0xFFFFFFFFu;
   WarpSum mine = {};
   mine.image = kImageOfNegInf;
   mine.below = kNowhere;
-  if (lane < workers) mine = sums[lane];
+  if (lane < kCount) mine = sums[lane];
   const int32_t image = __reduce_max_sync(all, mine.image);
   const float top = map(from_order_image(image)), own = map(from_order_image(mine.image));
   uint32_t word[kMailDigits] = {0, 0, 0, 0, 0, 0, 0};
@@ -117,7 +117,7 @@ __device__ __forceinline__ void write_mail(const ShareSum<kExtras>* sums, int wo
     out.word[i / kHalvesAWord] |= static_cast<uint64_t>(__reduce_add_sync(all, word[i / 2] >> (16 * (i % 2)) & 0xFFFF)) << (kHalfBits * (i % kHalvesAWord));
   out.word[5] = static_cast<uint32_t>(image) | static_cast<uint64_t>(static_cast<uint16_t>(lowest)) << 32 | static_cast<uint64_t>(static_cast<uint16_t>(below)) << 48;
   if constexpr (kExtras) {
-    const Extra extra = lane < workers ? sums[lane].extra : kNoExtra;
+    const Extra extra = lane < kCount ? sums[lane].extra : kNoExtra;
     out.word[6] = __reduce_max_sync(all, extra.least) | static_cast<uint64_t>(__reduce_or_sync(all, extra.wide)) << 32;
     out.word[7] = warp_total(static_cast<uint64_t>(extra.logits));
   }

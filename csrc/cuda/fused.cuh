@@ -29,12 +29,12 @@ namespace {
 template <Features kFeatures>
 __device__ __forceinline__ RowExtras known(const RowExtras& given) {
   RowExtras out = given;
-  if (kFeatures == kPlain) out.options = {false, 0.0, {nullptr, 0}, 0, 0.0, nullptr, {1.0f, 0.0f, 0.0f, 0.0f}};
+  if (kFeatures == kPlain) out.options = {false, 0.0, {nullptr, 0}, 0, 0.0, nullptr, no_map()};
   if (kFeatures < kExtraWords) {
     out.options.smoothing = 0.0;
     out.words = {nullptr, nullptr, nullptr};
   }
-  if (kFeatures < kAll) out.options.map = {1.0f, 0.0f, 0.0f, 0.0f};
+  if (kFeatures < kAll) out.options.map = no_map();
   out.options.weight_words = nullptr;  // weights with smoothing are not this kernel's
   return out;
 }
@@ -148,10 +148,9 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
       if (extras.options.map.cap != 0.0f) table.slopes = shared + slopes_begin<T, block.kExtras>(rows.mail == nullptr ? rows.group : 0, rows.slots);
       table.fill(shared, extras.options.map, threadIdx.x, kFusedThreads);
     } else if (table.filled) {
-      TermTable<T>::fill(shared, threadIdx.x, kFusedThreads);
+      table.fill(shared, threadIdx.x, kFusedThreads);
     }
     table.entries = shared;
-    table.minus_first = rows.minus_first;
   }
   if (threadIdx.x == 0) {
     for (int i = 0; i < rows.slots; ++i) {
@@ -300,8 +299,7 @@ bool launch(const Logits& logits, const Targets& targets, const RowOptions& opti
   int shift = 0;
   while (options.map.scale > pow2(shift)) ++shift;
   void* const mail = plan.cluster ? nullptr : scratch.zeros + kMailAt;
-  const Rows rows = {logits, targets, total.divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, grad, mail, plan.group, plan.slots, plan.slice,
-                     minus_first(shift)};
+  const Rows rows = {logits, targets, total.divisor != Divisor::kOne ? scratch.zeros : nullptr, row_max, scratch.digits, grad, mail, plan.group, plan.slots, plan.slice};
   const RowExtras extras = {options, total.divisor, grad_stride, scratch.words, shift};
   cudaLaunchAttribute attributes[kLaunchAttributes];
   const cudaLaunchConfig_t config = configure(plan, attributes, stream_of(context));

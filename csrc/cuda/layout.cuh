@@ -78,7 +78,6 @@ struct Rows {
   void* mail;  // Mail of each group, mailbox and block, zeros; null if the group is a cluster
   int32_t group, slots;
   int32_t slice;  // columns of a block, a multiple of kLineBytes; the last blocks may have fewer
-  uint32_t minus_first;  // TermTable's
 };
 // A parameter of its own, so that the kernel without options is not laid out anew.
 struct RowExtras {

@@ -38,11 +38,12 @@ __device__ __forceinline__ void add_to_batch_by_warp(int64_t word, unsigned done
   __threadfence();
   __syncwarp();
   if (lane == 0 && atomicAdd(reinterpret_cast<unsigned*>(batch_words + kBatchWords), done) == all - done) {
+    if (total.divisor == Divisor::kWeights) return;
     __threadfence();
     int64_t words[kSumWords];
 #pragma unroll
     for (int i = 0; i < kSumWords; ++i) words[i] = __ldcg(&batch_words[i]);
-    if (total.divisor != Divisor::kWeights) *total.out = round_over_count(words, total.divisor == Divisor::kCount);
+    *total.out = round_over_count(words, total.divisor == Divisor::kCount);
   }
 }
 

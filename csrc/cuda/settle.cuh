@@ -17,6 +17,13 @@ __device__ __forceinline__ void write_checks(const Rows& rows, const RowExtras& 
   words[kTagWord] = shard_tag(max, 0, rows.logits.columns, map_salt(extras.options.map));
   extras.words.least[row] = least_of(least);
 }
+// And the digits themselves.
+__device__ __forceinline__ void write_digits(const Rows& rows, int64_t row, const RowTotal& total) {
+  int64_t* const words = rows.words + row * kWords;
+#pragma unroll
+  for (int i = 0; i < kDigits - 1; ++i) words[i] = static_cast<int64_t>(total.limb[i / 2] >> (32 * (i % 2)) & 0xFFFFFFFFu);
+  words[kDigits - 1] = static_cast<int64_t>(total.limb[2] >> 32 | total.limb[3] << 32);
+}
 
 // A row of a combiner that waits to be settled, in a lane of its own: settling is a long chain of few instructions, and takes as long for eight rows as for one.
 constexpr int kWaitingRows = 8;

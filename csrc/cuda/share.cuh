@@ -11,7 +11,8 @@
 namespace dce {
 namespace cuda {
 
-// Of each vector, so many logits are looked up and the rest computed: lookups are bound by the banks of shared memory, arithmetic by the FMA pipe, and both are there.
+// Of each vector, so many logits are looked up and the rest computed: lookups are bound by the banks of shared memory, arithmetic by issue, and both are there. In two
+// windows arithmetic costs more, and all are looked up.
 constexpr int kTabledLanes = 6;
 static_assert(232448 / 3 / (kWorkers * kVectorBytes * kWarp) * kVector<__half> + kVector<__half> <= kWindowTerms && kWindowTerms <= kFixedTerms,
               "a lane's share of a slice fits a window, and a FixedSum");
@@ -150,14 +151,14 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
   if (TermTable<T>::kExists && share.tabled) {
     if constexpr (TermTable<T>::kExists) {
       const uint32_t origin = static_cast<uint32_t>(n_top - 31 + 127);
-      const auto sum = [&](auto tabled) {
+      const auto sum = [&](auto tabled, auto finite, const auto& add_values) {
         constexpr int kTabled = decltype(tabled)::value;
 #pragma unroll 4
         for (int i = first; i < vectors; i += kStride) {
           v.raw = slice[i];
           float value[kTabled];
-          table.look_up(v.raw, value);
-          add_near_values(w, value, origin);
+          table.template look_up<decltype(finite)::value>(v.raw, value);
+          add_values(value);
           if constexpr (kTabled < kLanes) {
             float rest[kLanes - kTabled];
 #pragma unroll
@@ -166,16 +167,17 @@ __device__ __forceinline__ Share sum_share(uint4* slice, int vectors, int column
           }
         }
       };
-      if (term(share.finite, near_magic).z < lowest_near + 1) {  // in two windows
-#pragma unroll 4
-        for (int i = first; i < vectors; i += kStride) {
-          table.look_up(slice[i], x);
-          add_near_and_far_values(w, x, origin);
-        }
-      } else if (share.finite == share.low && !has_cap) {
-        sum(Constant<kTabledLanes>());
+      const auto in_one = [&](const auto& value) { add_near_values(w, value, origin); };
+      const auto in_two = [&](const auto& value) { add_near_and_far_values(w, value, origin); };
+      const bool one = term(share.finite, near_magic).z >= lowest_near + 1, finite = share.finite == share.low;
+      if (one && finite && !has_cap) {
+        sum(Constant<kTabledLanes>(), std::true_type(), in_one);
+      } else if (one) {
+        sum(Constant<kLanes>(), std::false_type(), in_one);
+      } else if (finite) {
+        sum(Constant<kLanes>(), std::true_type(), in_two);
       } else {
-        sum(Constant<kLanes>());
+        sum(Constant<kLanes>(), std::false_type(), in_two);
       }
     }
   } else if (has_terms && term(share.low, near_magic).z >= lowest_near) {  // every term in one window
@@ -249,16 +251,17 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
       const float to_high = power(kFixedHigh - message.n_max), from_high = power(message.n_max - kFixedHigh), to_low = power(kFixedBits - message.n_max);
       const auto write = [&](auto tabled, const TermTable<T>& values, auto finite) {
         constexpr int kTabled = decltype(tabled)::value;
+        constexpr bool kFinite = decltype(finite)::value;
 #pragma unroll 2
         for (int i = first; i < vectors; i += kStride) {
           v.raw = slice[i];
           float value[kTabled];
-          values.look_up(v.raw, value);
+          values.template look_up<kFinite>(v.raw, value);
           if constexpr (kStats) {  // of -inf the value is 0, and 0 times infinity is not
 #pragma unroll
             for (int j = 0; j < kTabled; ++j) {
               const float below = add32(stats.top, -map.scaled(widen(v.lane[j])));
-              add_fixed(stats.sum, mul32(value[j], decltype(finite)::value ? below : fminf(below, 0x1p+30f)), to_high, from_high, to_low);
+              add_fixed(stats.sum, mul32(value[j], kFinite ? below : fminf(below, 0x1p+30f)), to_high, from_high, to_low);
             }
           }
           if constexpr (kTabled < kLanes) {
@@ -280,7 +283,7 @@ __device__ __forceinline__ void write_lanes(const uint4* slice, int vectors, int
         slopes.entries = table.slopes;
         write(Constant<kLanes>(), slopes, std::false_type());
       } else if (share.finite == share.low && !kStats) {
-        write(Constant<kTabledLanes>(), table, std::false_type());
+        write(Constant<kTabledLanes>(), table, std::true_type());
       } else if (kStats && share.finite == share.low) {
         write(Constant<kLanes>(), table, std::true_type());
       } else {
