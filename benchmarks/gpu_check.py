@@ -248,6 +248,7 @@ def check_corners(dce):
     tiny = torch.zeros(700, 32000)
     tiny[:, 0] = 2.0**-18
     tiny[:, 1::3] = 2.0**-26
+    tiny[:, 2::3] = 1.5 * 2.0**-33
     for scale in (1.5, 20.0, 100.0, 2.0**20):
         for dtype in (torch.bfloat16, torch.float32):
             compare(f"scale {scale} {dtype}", tiny.to(dtype), logit_scale=scale)
