@@ -1,4 +1,6 @@
 // Gradient of the loss with respect to the logits of a shard (SPEC 7).
+#include <algorithm>
+
 #include "gradient.cuh"
 #include "launch.h"
 
@@ -53,8 +55,8 @@ void launch(const Logits& logits, const Targets& targets, const float* row_max, 
   with_dtype(logits.dtype, [&](auto type) {
     using T = decltype(type);
     const Pieces pieces = cut_rows(kBackwardPolicy<T>, logits.rows, shard.hi - shard.lo, sizeof(T));
-    // usually, if it is 1, there is nothing to do: few blocks, so that leaving is quick
-    const int64_t most = unless_one ? 8 * processors() / pieces.pieces + 1 : 65535;
+    // usually, if it is 1, there is nothing to do: few blocks, so that leaving is quick, and no more than run at once, for a few more would take as long again
+    const int64_t most = unless_one ? std::max<int64_t>(1, kBackwardPolicy<T>.resident * processors() / pieces.pieces) : 65535;
     const dim3 blocks(static_cast<unsigned>(pieces.pieces), static_cast<unsigned>(logits.rows < most ? logits.rows : most));
     const auto kernel = kind == Kind::kColumns ? backward_kernel<T, true, true> : kind == Kind::kOptions ? backward_kernel<T, true, false> : backward_kernel<T, false, false>;
     kernel<<<blocks, kBackwardPolicy<T>.threads, 0, stream_of(context)>>>(
