@@ -153,8 +153,8 @@ def vocab_parallel_cross_entropy(
         group: the ranks that share the vocabulary: a ProcessGroup, a DeviceMesh (all its dimensions), or None for the default group.
         vocab_start: index of the first column of this rank; None: rank * V_rank, for equal shards in the order of ranks. All of any placement are allowed
             that cover the vocabulary once. Which columns a tensor holds cannot be seen in it: two ranks of equal width that hold each other's give another loss, without an error.
-        vocab_size: V, if known: another total of columns gives NaN (but with ``valid_vocab``, beyond which they are not counted), or with ``validate`` a ValueError. Otherwise ranks that each pass the whole logits, say, get the loss of the
-            vocabulary repeated, log(ranks) too high.
+        vocab_size: V, if known: another total of columns gives NaN (but with ``valid_vocab``, beyond which they are not counted), or with ``validate`` a
+            ValueError. Otherwise ranks that each pass the whole logits, say, get the loss of the vocabulary repeated, log(ranks) too high.
         dp_group: ranks that hold other tokens (data, sequence or context parallel), over all of whose tokens mean or sum are taken: 96 bytes more. Gradients
             then are those of that global mean, so those of parameters are to be added over dp_group, not averaged (``data_parallel_cross_entropy``).
             None of them may be in ``group``, but this rank itself.
