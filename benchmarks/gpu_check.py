@@ -252,9 +252,17 @@ def check_corners(dce):
     for scale in (1.5, 20.0, 100.0, 2.0**20):
         for dtype in (torch.bfloat16, torch.float32):
             compare(f"scale {scale} {dtype}", tiny.to(dtype), logit_scale=scale)
-    for cap in (2.0**-30, 2.0**-20, 2.0**-12, 2.0**-10):  # its slope is not 1 even for these
+    for cap in (2.0**-30, 2.0**-20, 2.0**-12, 2.0**-10):  # in the first two the slope is not 1 even for these; the last is looked up
         for dtype in (torch.bfloat16, torch.float32):
             compare(f"cap {cap} {dtype}", tiny.to(dtype), softcap=cap)
+    # every bfloat16 that a row can look up, in one window of terms and in two, with and without -inf
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for name, low, high in (("one window", -10.0, 10.0), ("two", -31.9, 0.0)):
+        for infinite in (False, True):
+            row = torch.where((every >= low) & (every <= high) | (every == -torch.inf) & infinite, every, torch.tensor(low / 2, dtype=torch.bfloat16))
+            x = row[torch.randperm(2**16)].repeat(560, 1)
+            for kw in ({}, {"logit_scale": 1.5}, {"softcap": 30.0, "logit_scale": 1.25}):
+                compare(f"every bfloat16, {name}, {infinite} {kw}", x, **kw)
     compare("scale and smoothing", tiny.bfloat16(), logit_scale=1.5, label_smoothing=0.1)
     # the greater logit of each pair is mapped to less, across a border of exponents, or of 2^20
     falls = (("0x1.69eb1ap1", "-0x1.64af56p-2", "-0x1.64af54p-2"), ("0x1.74f6b8p7", "0x1.5ef4aep4", "0x1.5ef4bp4"), ("0x1.19bfeap23", "0x1.011bfep20", "0x1.011cp20"))

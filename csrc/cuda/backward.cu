@@ -8,10 +8,13 @@ namespace dce {
 namespace cuda {
 namespace {
 
+template <class T, bool kColumns>
+constexpr int kResident = kColumns ? kBackwardPolicy<T>.resident * 2 / 3 : kBackwardPolicy<T>.resident;  // options of columns take registers
+
 // Piece blockIdx.x of rows blockIdx.y, + gridDim.y, ...; with `unless_one`, nothing if the upstream value is 1. kOptions: there is an upstream gradient of lse, or a mean divides by weights,
-// or columns have options, which take registers.
+// or columns have options.
 template <class T, bool kOptions, bool kColumns>
-__global__ void __launch_bounds__(kBackwardPolicy<T>.threads, kColumns ? kBackwardPolicy<T>.resident * 2 / 3 : kBackwardPolicy<T>.resident)
+__global__ void __launch_bounds__(kBackwardPolicy<T>.threads, kResident<T, kColumns>)
     backward_kernel(Logits logits, Targets targets, const float* row_max, RowStates states, Upstream up, bool unless_one, Shard shard, ColumnOptions options, Pieces pieces, int64_t grad_stride,
                     T* grad) {
   __shared__ RowScale shared_scale;
@@ -56,7 +59,7 @@ void launch(const Logits& logits, const Targets& targets, const float* row_max, 
     using T = decltype(type);
     const Pieces pieces = cut_rows(kBackwardPolicy<T>, logits.rows, shard.hi - shard.lo, sizeof(T));
     // usually, if it is 1, there is nothing to do: few blocks, so that leaving is quick, and no more than run at once, for a few more would take as long again
-    const int64_t most = unless_one ? std::max<int64_t>(1, kBackwardPolicy<T>.resident * processors() / pieces.pieces) : 65535;
+    const int64_t most = unless_one ? std::max<int64_t>(1, (kind == Kind::kColumns ? kResident<T, true> : kResident<T, false>) * processors() / pieces.pieces) : 65535;
     const dim3 blocks(static_cast<unsigned>(pieces.pieces), static_cast<unsigned>(logits.rows < most ? logits.rows : most));
     const auto kernel = kind == Kind::kColumns ? backward_kernel<T, true, true> : kind == Kind::kOptions ? backward_kernel<T, true, false> : backward_kernel<T, false, false>;
     kernel<<<blocks, kBackwardPolicy<T>.threads, 0, stream_of(context)>>>(

@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kFusedThreads, 1) fused_kernel(const Rows rows
     table.filled = rows.logits.rows >= kTableRows * block.groups;
     if (block.kMaps) {
       table.shift = extras.table_shift;
-      table.filled = table.filled && table.starts_at_one(extras.options.map);
+      table.filled = table.filled && table.starts_flat(extras.options.map);
     }
     if (table.filled && block.kMaps) {
       if (extras.options.map.cap != 0.0f) table.slopes = shared + slopes_begin<T, block.kExtras>(rows.mail == nullptr ? rows.group : 0, rows.slots);
