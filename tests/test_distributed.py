@@ -1338,7 +1338,7 @@ def test_one_rank_is_wrong():
         for alone, error in enumerate(outcome["dp_group on one"]):
             expected = ("ValueError", f"dp_group: rank {alone ^ 1} has None, rank {alone} has one") if rank // 2 == alone // 2 else None
             assert error == expected, (rank, alone)
-        assert math.isnan(outcome["dp_group on one of two"])   # who shares a vocabulary would else have different means
+        assert math.isnan(outcome["dp_group on one of two"])  # who shares a vocabulary would else have different means
         group, dp_group = ("TypeError", "expected a ProcessGroup"), ("TypeError", "rank 0: dp_group: expected a ProcessGroup")
         for case, (kind, message) in {
             "group": group if rank == 0 else ("RuntimeError", "sends a str"),

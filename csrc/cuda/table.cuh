@@ -47,7 +47,7 @@ struct TermTable<__nv_bfloat16> {
     const Term e = term(y);
     return term_significand(e) == 1u << 23 && term_exponent(e) == 0 && slope_at(map, y) == 1.0f;
   }
-  static __device__ __forceinline__ float value(Term e) { return mul32(static_cast<float>(term_significand(e)), from_bits(static_cast<uint32_t>(term_exponent(e) - 23 + 127) << 23)); }
+  static __device__ __forceinline__ float value(Term e) { return mul32(static_cast<float>(term_significand(e)), power_of_biased(term_exponent(e) - 23 + 127)); }
   __device__ __forceinline__ void fill(void* entries, int thread, int threads) const {
     for (int i = thread; i < kBytes / static_cast<int>(sizeof(float)); i += threads)
       static_cast<float*>(entries)[i] = (i & (kNegative - 1)) >= kLast ? 0.0f : value(term(logit(i)));
